@@ -1,0 +1,1 @@
+"""The caches: who owns which slot. numpy at most; no torch, no clock, no widget."""

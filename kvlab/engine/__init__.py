@@ -1,0 +1,1 @@
+"""The live model: the only room that imports torch."""

@@ -1,0 +1,1 @@
+"""What happened: events with their times, kept, folded and replayed."""

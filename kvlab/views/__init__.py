@@ -1,0 +1,1 @@
+"""Pictures: pure functions from state and records to plotly figures."""
