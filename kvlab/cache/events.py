@@ -136,7 +136,7 @@ class Stamped:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """`node` and all its ancestors got `by` (+1 or -1) holders more. The root counts too."""
+    """`node` and its ancestors below the root got `by` (+1 or -1) holders more."""
 
     node: int
     by: int

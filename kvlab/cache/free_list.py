@@ -67,6 +67,17 @@ class FreeList:
                 out.append((first, last))
         return out
 
+    def copy(self) -> FreeList:
+        """Return an equal list of its own."""
+        other = FreeList(self.num_units)
+        other._front, other._fresh, other._back = self._front.copy(), self._fresh, self._back.copy()
+        return other
+
+    def used(self) -> Iterator[int]:
+        """Iterate over the units that were in use before, next to be taken first: those that may still hold something."""
+        yield from self._front
+        yield from self._back
+
     def pop(self, count: int) -> list[int]:
         """Take `count` units from the front; the caller knows that they are there."""
         assert count <= len(self), "more units popped than are free"

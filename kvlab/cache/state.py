@@ -241,10 +241,10 @@ class State:
             n.accessed, n.hits, n.priority, n.created = accessed, hits, priority, created
 
     def _locked(self, e: ev.Locked) -> None:
-        at: int | None = e.node
-        while at is not None:
+        at = e.node
+        while at != ROOT:  # the root's own lock never changes
             self.nodes[at].lock += e.by
-            at = self.nodes[at].parent
+            at = self.nodes[at].parent  # type: ignore[assignment]
 
     def _evicted(self, e: ev.Evicted) -> None:
         node = self.nodes.pop(e.node)
@@ -252,11 +252,9 @@ class State:
 
     def _cleared(self, e: ev.Cleared) -> None:
         self.blocks.clear()
-        self.queue.renew()
-        if self.nodes:
-            root = self.nodes[ROOT]
-            root.children.clear()
-            self.nodes = {ROOT: root}
+        if self.policy == "sglang":  # vLLM forgets the keys only; SGLang starts its allocator afresh
+            self.queue.renew()
+            self.nodes = {ROOT: Node(ROOT, None, [], [], lock=1)}
 
 
 _APPLY = {
