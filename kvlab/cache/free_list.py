@@ -73,6 +73,10 @@ class FreeList:
         other._front, other._fresh, other._back = self._front.copy(), self._fresh, self._back.copy()
         return other
 
+    def assign(self, front: Iterable[int], fresh: range, back: Iterable[int]) -> None:
+        """Become the queue of `front`, then `fresh`, then `back`."""
+        self._front, self._fresh, self._back = OrderedDict.fromkeys(front), fresh, OrderedDict.fromkeys(back)
+
     def used(self) -> Iterator[int]:
         """Iterate over the units that were in use before, next to be taken first: those that may still hold something."""
         yield from self._front
