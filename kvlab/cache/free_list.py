@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -76,6 +76,18 @@ class FreeList:
     def assign(self, front: Iterable[int], fresh: range, back: Iterable[int]) -> None:
         """Become the queue of `front`, then `fresh`, then `back`."""
         self._front, self._fresh, self._back = OrderedDict.fromkeys(front), fresh, OrderedDict.fromkeys(back)
+
+    def plain(self) -> dict[str, list[int] | int | None]:
+        """Return the queue as plain data, for files."""
+        fresh = [self._fresh.start, self._fresh.stop]
+        return {"num_units": self.num_units, "front": list(self._front), "fresh": fresh, "back": list(self._back)}
+
+    @classmethod
+    def of_plain(cls, data: dict[str, Any]) -> FreeList:
+        """Return the queue that `plain` described."""
+        queue = cls(data["num_units"])
+        queue.assign(data["front"], range(*data["fresh"]), data["back"])
+        return queue
 
     def used(self) -> Iterator[int]:
         """Iterate over the units that were in use before, next to be taken first: those that may still hold something."""
