@@ -1,7 +1,8 @@
 """vLLM's prefix cache: full blocks found by the hash of all that stands up to their end (vLLM 0.33.0).
 
-Numbers in brackets are the rules of docs/vllm.md. What makes it what it is: keys are made when a block's slots are *scheduled* (12),
-a free block keeps its key until it is taken for something else (17), and the free queue orders by release alone (16).
+Numbers in brackets are the rules of docs/vllm.md. What makes it what it is: keys are made when a block's slots are
+*scheduled* (12), a free block keeps its key until it is taken for something else (17), and the free queue orders by release alone
+(16).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Key(NamedTuple):
     digest: bytes
     parent: bytes
     tokens: tuple[int, ...]
-    index: int
+    place: int  # in its prompt, in blocks
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class BlockCache(BlockOperations):
         self,
         num_blocks: int | None = None,
         block_size: int = 16,
+        *,
         enable_caching: bool = True,
         hash: str = "sha256",
         hash_seed: str | None = None,
@@ -104,6 +106,7 @@ class BlockCache(BlockOperations):
     ) -> None:
         self.unit = self.block_size = checks.size(block_size, "block_size")
         self.num_blocks = None if num_blocks is None else checks.size(num_blocks, "num_blocks", 2)
+        self.num_tokens = None if self.num_blocks is None else (self.num_blocks - 1) * self.unit
         if max_num_batched_tokens is not None:
             checks.size(max_num_batched_tokens, "max_num_batched_tokens")
         if not 0 <= watermark < 1:
@@ -119,11 +122,6 @@ class BlockCache(BlockOperations):
         self._log: list[ev.Event] | None = None
         self._idle = 0  # keyed blocks that nobody holds
         self._queried = self._found = 0
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Capacity in tokens; None: unlimited."""
-        return None if self.num_blocks is None else (self.num_blocks - 1) * self.unit
 
     # ------------------------------------------------------------------ requests come and grow
     def add(
@@ -143,16 +141,7 @@ class BlockCache(BlockOperations):
         CacheError
             if `id` is known already or `tokens` are none.
         """
-        if id in self._requests:
-            msg = f"request {id!r} is here already: finish it first or choose another id."
-            raise CacheError(msg)
-        array = checks.token_array(tokens, f"the prompt of request {id!r}")
-        if not len(array):
-            msg = f"the prompt of request {id!r} is empty: give it at least one token."
-            raise CacheError(msg)
-        if space.embeds is not None:
-            msg = f"request {id!r} brings prompt embeddings: hash blocks of embeddings are not supported; give token ids."
-            raise CacheError(msg)
+        array = checks.prompt(id, tokens, self._requests, priority, max_new)
         request = _Request(id, array.tolist(), len(array), space, read, priority, max_new)
         self._make_keys(request)
         self._requests[id] = request
@@ -162,7 +151,7 @@ class BlockCache(BlockOperations):
     def append(self, id: str, token: int) -> None:
         """Add a sampled token; its K/V are computed in the next step (13)."""
         request = self._running(id, "append to")
-        (token,) = checks.token_array([token], f"the token appended to request {id!r}").tolist()
+        token = checks.token(token, id)
         request.tokens.append(token)
         self._make_keys(request)
         if self._log is not None:
@@ -171,6 +160,9 @@ class BlockCache(BlockOperations):
     def _make_keys(self, request: _Request) -> None:
         if not self.enable_caching:
             return
+        if request.space.embeds is not None:
+            msg = "keys of prompt embeddings are not supported: give token ids, or a cache with enable_caching=False."
+            raise CacheError(msg)
         size, keys = self.unit, request.keys
         parent = keys[-1].digest if keys else self._none
         for index in range(len(keys), len(request.tokens) // size):
@@ -235,9 +227,8 @@ class BlockCache(BlockOperations):
             one an id. After the first refusal, or when the budget is spent, the rest are ``not_reached``.
         """
         requests = [self._known(id) for id in ids]
-        checks.distinct(ids)
+        left = checks.batch(ids, budget, headroom)
         out: list[Grant | Refused] = []
-        left = 1 << 62 if budget is None else budget
         for request in requests:
             if (out and isinstance(out[-1], Refused)) or left <= 0:
                 out.append(self._refuse(request, "not_reached", None, 0))
@@ -359,6 +350,7 @@ class BlockCache(BlockOperations):
     def release(self, id: str, why: ReleaseWhy) -> None:
         """End a request, or with ``preempt`` send it back to wait: its blocks are freed tail first, keyed ones stay hittable."""
         request = self._known(id)
+        checks.why(why)
         blocks = request.blocks
         # No block without written K/V may be hit, whatever the end.
         whole = request.written // self.unit
@@ -390,6 +382,7 @@ class BlockCache(BlockOperations):
 
     def evict(self, tokens: int) -> int:
         """Forget idle blocks, next to be taken first, until `tokens` tokens are no longer cached; return how many were."""
+        checks.size(tokens, "tokens", 0)
         chosen: list[int] = []
         for block in self._free.used():
             if len(chosen) * self.unit >= tokens:
@@ -415,9 +408,7 @@ class BlockCache(BlockOperations):
         """Return one request as it stands."""
         r = self._known(id)
         slots = self._slots(r.blocks, 0, r.granted)
-        return Row(
-            r.id, list(r.tokens), r.prompt, r.space, r.read, r.priority, r.max_new, r.running, slots, r.hit, r.written
-        )
+        return Row(r.id, list(r.tokens), r.prompt, r.space, r.read, r.priority, r.max_new, r.running, slots, r.hit, r.written)
 
     def sizes(self) -> Sizes:
         """Return free, evictable (cached idle) and protected (in use) tokens, in O(1)."""
@@ -427,7 +418,7 @@ class BlockCache(BlockOperations):
     def snapshot(self) -> State:
         """Return the whole cache as a State of its own."""
         blocks = {
-            block: Block(event_hash(k.digest), event_hash(k.parent) if k.index else None, k.tokens, k.index)
+            block: Block(event_hash(k.digest), event_hash(k.parent) if k.place else None, k.tokens, k.place)
             for block, k in self._key_of.items()
         }
         rows = {id: self.row(id) for id in self._requests}
@@ -464,7 +455,7 @@ class BlockCache(BlockOperations):
         )
         for block, key in self._key_of.items():
             assert block in self._refs or block in self._free, f"keyed block {block} is nowhere"
-            assert key.index or key.parent == self._none, f"first block {block} has a parent"
+            assert key.place or key.parent == self._none, f"first block {block} has a parent"
 
     # ------------------------------------------------------------------ small things
     def waits(self, id: str) -> bool:

@@ -52,6 +52,19 @@ class Space:
     items: tuple[tuple[str, int, int], ...] = ()
     embeds: bytes | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse keys that cannot be hashed before anything depends on them."""
+        lora: object = self.lora
+        if lora is not None and not (isinstance(lora, tuple) and len(lora) == 2):
+            msg = f"lora is {lora!r}: give its name and its path, both text."
+            raise CacheError(msg)
+        for key in (self.salt, self.extra_key, *(self.lora or ())):
+            try:
+                str.encode(key or "")
+            except (TypeError, UnicodeEncodeError):  # no text, or half of a surrogate pair
+                msg = f"{key!r} cannot be part of a namespace: salt, extra_key and LoRA must be text that UTF-8 can write."
+                raise CacheError(msg) from None
+
 
 EVERYONE = Space()
 

@@ -97,7 +97,7 @@ class FreeList:
     def pop(self, count: int) -> list[int]:
         """Take `count` units from the front; the caller knows that they are there."""
         assert count <= len(self), "more units popped than are free"
-        out = []
+        out: list[int] = []
         while self._front and len(out) < count:
             out.append(self._front.popitem(last=False)[0])
         fresh = self._fresh[: count - len(out)]
@@ -125,5 +125,5 @@ class FreeList:
         elif unit in self._front:
             del self._front[unit]
         else:
-            assert self._fresh and self._fresh[0] == unit, "only the next fresh unit can be taken"
+            assert unit in self._fresh[:1], "only the next fresh unit can be taken"
             self._fresh = self._fresh[1:]

@@ -10,12 +10,12 @@ import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvlab.cache.contract import CacheError, Space
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
 
 HASHES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 NONE_SEED = "vllm-none-hash"
@@ -38,25 +38,31 @@ def digest_function(name: str) -> Callable[[object], bytes]:
     Raises
     ------
     CacheError
-        for a name that vLLM does not know.
+        for a name that vLLM does not know, and where the package that it needs is not installed.
     """
     if name not in HASHES:
         msg = f"hash {name!r} is not one of vLLM's: choose one of {', '.join(HASHES)}."
         raise CacheError(msg)
-    encode = _cbor() if name.endswith("_cbor") else _pickled
-    if name.startswith("sha256"):
-        return lambda value: hashlib.sha256(encode(value)).digest()
-    import xxhash
-
+    try:
+        encode = _cbor() if name.endswith("_cbor") else _pickled
+        if name.startswith("sha256"):
+            return lambda value: hashlib.sha256(encode(value)).digest()
+        import xxhash
+    except ImportError as error:
+        msg = f"hash {name!r} needs the package {error.name}: install it, or choose sha256, which needs none."
+        raise CacheError(msg) from None
     return lambda value: xxhash.xxh3_128_digest(encode(value))
 
 
-def none_hash(name: str, seed: str | None = None) -> bytes:
+def none_hash(name: str, seed: object = None) -> bytes:
     """Return the parent of first blocks: ``H(seed)``; without a seed fixed for sha256, random for xxhash (vllm.md 3)."""
     if seed is None:
         if name.startswith("xxhash"):
             return os.urandom(32)
         seed = NONE_SEED
+    if not isinstance(seed, str):
+        msg = f"hash_seed is {seed!r}: give it as text, as PYTHONHASHSEED is."
+        raise CacheError(msg)
     return digest_function(name)(seed)
 
 

@@ -75,5 +75,6 @@ class PagePool:
     def queue(self) -> FreeList:
         """Return the order of free pages as State keeps it."""
         queue = FreeList(self.num_pages)
-        queue.assign([p for run in self._front for p in run.tolist()], self._fresh, [p for run in self._back for p in run.tolist()])
+        front, back = ([page for run in runs for page in run.tolist()] for runs in (self._front, self._back))
+        queue.assign(front, self._fresh, back)
         return queue

@@ -41,12 +41,9 @@ class PlainCache(BlockOperations):
 
     def __init__(self, num_tokens: int | None = None, block_size: int = 16) -> None:
         self.unit = self.block_size = checks.size(block_size, "block_size")
-        if num_tokens is not None and checks.size(num_tokens, "num_tokens") % block_size:
-            msg = f"num_tokens is {num_tokens:,}: make it a multiple of the block size {block_size}."
-            raise CacheError(msg)
-        self.num_tokens = num_tokens
-        self.num_blocks = None if num_tokens is None else num_tokens // block_size + 1
-        self._free = FreeList(None if num_tokens is None else num_tokens // block_size)
+        self.num_tokens = checks.capacity(num_tokens, self.unit, "block size")
+        self.num_blocks = None if self.num_tokens is None else self.num_tokens // self.unit + 1
+        self._free = FreeList(None if self.num_blocks is None else self.num_blocks - 1)
         self._rows: dict[str, Row] = {}
         self._log: list[ev.Event] | None = None
 
@@ -61,15 +58,11 @@ class PlainCache(BlockOperations):
         max_new: int = 0,
     ) -> None:
         """Let a request wait."""
-        array = checks.token_array(tokens, f"the prompt of request {id!r}")
-        if id in self._rows or not len(array):
-            what = "is here already: finish it first" if id in self._rows else "has an empty prompt: give it at least one token"
-            msg = f"request {id!r} {what}."
-            raise CacheError(msg)
+        array = checks.prompt(id, tokens, self._rows, priority, max_new)
         self._rows[id] = Row(id, array.tolist(), len(array), space, read, priority, max_new)
         self._say(ev.Queued(id, array, space, read, priority, max_new))
 
-    def peek(self, tokens: Sequence[int] | np.ndarray, space: Space = EVERYONE, *, read: bool = True) -> Match:
+    def peek(self, tokens: Sequence[int] | np.ndarray, space: Space = EVERYONE, *, read: bool = True) -> Match:  # noqa: ARG002
         """Find nothing, ever."""
         checks.token_array(tokens, "the prompt looked up")
         return Match(0, NO_SLOTS, None, "skipped")
@@ -78,9 +71,8 @@ class PlainCache(BlockOperations):
 
     def take(self, ids: Sequence[str], budget: int | None = None, headroom: int = 0) -> list[Grant | Refused]:
         """Give each id slots for what it has to compute, in order, while there are some."""
-        checks.distinct(ids)
+        left = checks.batch(ids, budget, headroom)
         out: list[Grant | Refused] = []
-        left = 1 << 62 if budget is None else budget
         for row in [self.row(id, copy=False) for id in ids]:
             if left <= 0 or (out and isinstance(out[-1], Refused)):
                 out.append(self._refuse(row.id, "not_reached", None, 0))
@@ -91,7 +83,7 @@ class PlainCache(BlockOperations):
             short += 0 if row.running else self._blocks(headroom)
             if short > 0:
                 fits = self.num_blocks is None or self._blocks(len(row.tokens)) < self.num_blocks
-                out.append(self._refuse(row.id, "no_space" if fits else "never_fits", None if row.running else 0, short * self.unit))
+                out.append(self._refuse(row.id, "no_space" if fits else "never_fits", 0, short * self.unit))
                 continue
             if not row.running:
                 row.running = True
@@ -122,13 +114,14 @@ class PlainCache(BlockOperations):
     def append(self, id: str, token: int) -> None:
         """Add a sampled token."""
         row = self._running(id, "append to")
-        (token,) = checks.token_array([token], f"the token appended to request {id!r}").tolist()
+        token = checks.token(token, id)
         row.tokens.append(token)
         self._say(ev.Appended(id, token))
 
     def release(self, id: str, why: ReleaseWhy) -> None:
         """Take a request's blocks back; with ``preempt`` it waits again with all its tokens."""
         row = self.row(id, copy=False)
+        checks.why(why)
         blocks = (row.slots[:: self.unit] // self.unit)[::-1]
         self._free.push_front(blocks.tolist())
         del self._rows[id]

@@ -1,8 +1,9 @@
 """SGLang's prefix cache: a radix tree of token sequences over pages of slots (RadixAttention, SGLang 0.5.23).
 
-Numbers in brackets are the rules of docs/sglang.md. What makes it what it is: look-ups split and stamp nodes (4, 6), requests lock
-the path that they read (14), what was computed joins the tree after prefill and at the end, never per decode step (8), and whole
-unlocked leaves fall when slots are short (16). The tree itself is in radix_tree.py; this file holds requests, slots and admission.
+Numbers in brackets are the rules of docs/sglang.md. What makes it what it is: look-ups split and stamp nodes (4, 6), requests
+lock the path that they read (14), what was computed joins the tree after prefill and at the end, never per decode step (8), and
+whole unlocked leaves fall when slots are short (16). The tree itself is in radix_tree.py; this file holds requests, slots and
+admission.
 """
 
 from __future__ import annotations
@@ -40,7 +41,16 @@ MAX_NEW_RESERVED = 4096  # an admission reserves at most so many tokens for its 
 
 
 def namespace(space: Space) -> Namespace:
-    """Return the key of a namespace: (extra key with the LoRA name joined on, salt) (18)."""
+    """Return the key of a namespace: (extra key with the LoRA name joined on, salt) (18).
+
+    Raises
+    ------
+    CacheError
+        for images and embeddings: the tree compares token ids and nothing else.
+    """
+    if space.items or space.embeds is not None:
+        msg = "a radix tree compares token ids alone: give images and embeddings ids of their own, not Space.items or .embeds."
+        raise CacheError(msg)
     extra = (space.extra_key or "") + (space.lora[0] if space.lora else "")
     return extra or None, space.salt or None
 
@@ -55,6 +65,7 @@ class _Request:
     priority: int
     max_new: int
     running: bool = False
+    resumed: bool = False
     goal: int = 0  # tokens to prefill: its length at admission
     slots: np.ndarray = field(default_factory=lambda: NO_SLOTS)
     written: int = 0
@@ -95,18 +106,17 @@ class RadixCache(RadixOperations):
         num_tokens: int | None = None,
         page_size: int = 1,
         policy: str = "lru",
+        *,
         overlap: bool = True,
         enable: bool = True,
         chunk: int | None = None,
     ) -> None:
         self.unit = self.page_size = checks.size(page_size, "page_size")
-        if num_tokens is not None and checks.size(num_tokens, "num_tokens") % page_size:
-            msg = f"num_tokens is {num_tokens:,}: make it a multiple of the page size {page_size}."
-            raise CacheError(msg)
-        self.num_tokens, self.eviction, self.overlap, self.enable = num_tokens, policy, overlap, enable
+        self.num_tokens = checks.capacity(num_tokens, self.unit, "page size")
+        self.eviction, self.overlap, self.enable = policy, overlap, enable
         self.chunk_size = None if chunk is None else checks.size(chunk, "chunk")
-        self._pool = PagePool(None if num_tokens is None else num_tokens // page_size, page_size)
-        self._tree = RadixTree(page_size, policy)
+        self._pool = PagePool(None if self.num_tokens is None else self.num_tokens // self.unit, self.unit)
+        self._tree = RadixTree(self.unit, policy)
         self._requests: dict[str, _Request] = {}
         self._log: list[ev.Event] | None = None
         self._queried = self._found = 0
@@ -129,20 +139,15 @@ class RadixCache(RadixOperations):
         CacheError
             if `id` is known already or `tokens` are none.
         """
-        if id in self._requests:
-            msg = f"request {id!r} is here already: finish it first or choose another id."
-            raise CacheError(msg)
-        array = checks.token_array(tokens, f"the prompt of request {id!r}")
-        if not len(array):
-            msg = f"the prompt of request {id!r} is empty: give it at least one token."
-            raise CacheError(msg)
-        self._requests[id] = _Request(id, array.tolist(), len(array), space, read, priority, checks.size(max_new, "max_new", 0))
+        array = checks.prompt(id, tokens, self._requests, priority, max_new)
+        namespace(space)  # it must have one
+        self._requests[id] = _Request(id, array.tolist(), len(array), space, read, priority, max_new)
         self._say(ev.Queued(id, array, space, read, priority, max_new))
 
     def append(self, id: str, token: int) -> None:
         """Add a sampled token; its K/V are computed in the next decode step."""
         request = self._running(id, "append to")
-        (token,) = checks.token_array([token], f"the token appended to request {id!r}").tolist()
+        token = checks.token(token, id)
         request.tokens.append(token)
         self._say(ev.Appended(id, token))
 
@@ -185,7 +190,7 @@ class RadixCache(RadixOperations):
             waiting ids are looked up and admitted one by one (15), then slots are evicted once for the sum and taken together;
             a decode batch that does not fit after eviction grants nothing.
         budget : int or None
-            tokens to compute in all, charged in whole pages; hits do not count.
+            tokens to compute in all, of prefills charged in whole pages; hits do not count.
         headroom : int
             slots that running requests reserve; ignored for running ids.
 
@@ -195,28 +200,27 @@ class RadixCache(RadixOperations):
             for unknown ids and batches of prefills and decodes together.
         """
         requests = [self._known(id) for id in ids]
-        checks.distinct(ids)
-        decodes = [r.running and len(r.slots) >= r.goal for r in requests]
+        left = checks.batch(ids, budget, headroom)
+        decodes = [r.running and not self.prefills(r.id) for r in requests]
         if any(decodes) and not all(decodes):
             msg = "a batch prefills or decodes, not both: take the running requests and the waiting ones apart."
             raise CacheError(msg)
-        answers = self._decode(requests) if any(decodes) else self._prefill(requests, budget, headroom)
+        answers = self._decode(requests, left) if any(decodes) else self._prefill(requests, left, headroom)
         self._say_tree()
         return answers
 
-    def _prefill(self, requests: list[_Request], budget: int | None, headroom: int) -> list[Grant | Refused]:
-        left = 1 << 62 if budget is None else budget
-        reserved = headroom
+    def _prefill(self, requests: list[_Request], left: int, headroom: int) -> list[Grant | Refused]:
+        reserved = 0  # by those of this batch
         counts: list[int] = []  # tokens to compute, of those admitted
         refused: list[Refused] = []
         for request in requests:
             if refused or left <= 0:
                 refused.append(self._refuse(request, "not_reached", None, 0))
                 continue
-            if request.running:
+            if request.running:  # the headroom is for admissions
                 answer = self._continue(request, left, reserved)
             else:
-                answer = self._admit(request, left, reserved)
+                answer = self._admit(request, left, headroom + reserved)
             if isinstance(answer, Refused):
                 refused.append(answer)
                 continue
@@ -250,7 +254,7 @@ class RadixCache(RadixOperations):
                 return self._refuse(request, "no_space", hit, 0)
         request.running, request.goal, request.hit, request.written = True, total, hit, hit
         request.slots = np.concatenate([n.slots for n in path]) if path else NO_SLOTS
-        counted = self.enable and request.read and not request.inserted
+        counted = self.enable and request.read and not request.resumed  # (19)
         if counted:
             self._queried += total
             self._found += hit
@@ -276,27 +280,34 @@ class RadixCache(RadixOperations):
         grants = []
         for request, count in zip(requests, counts, strict=True):
             start = len(request.slots)
-            hit = request.hit if start == request.hit and request.written == request.hit else 0
+            hit = request.hit if start == request.hit else 0  # a later chunk starts further on
             slots = self._allot(request, count)
             grants.append(Grant(request.id, hit, start, slots, request.goal - len(request.slots)))
         return grants
 
-    def _decode(self, requests: list[_Request]) -> list[Grant | Refused]:
-        """Give each pending token its slot, all or none."""
-        pending = [len(r.tokens) - len(r.slots) for r in requests]
-        fresh = sum(self._up(len(r.slots) + n) - self._up(len(r.slots)) for r, n in zip(requests, pending, strict=True))
-        self._make_room(fresh)
-        short = fresh - self._free_tokens()
-        if short > 0:
-            fits = self.num_tokens is None or all(self._up(len(r.tokens)) <= self.num_tokens for r in requests)
-            return [self._refuse(r, "no_space" if fits else "never_fits", 0, short) for r in requests]
-        # the step asks for a whole page each when evicting, even where the last page has room (2)
-        self._make_room(sum(self._up(n) for n in pending))
+    def _decode(self, requests: list[_Request], left: int) -> list[Grant | Refused]:
+        """Give each pending token its slot, all or none of those that the budget reaches."""
+        counts: list[int] = []
+        for request in requests:
+            if left <= 0:
+                break
+            counts.append(min(len(request.tokens) - len(request.slots), left))
+            left -= counts[-1]
+        reached = requests[: len(counts)]
+        # a step asks for a whole page each when evicting, even where the last page has room (2)
+        self._make_room(sum(self._up(count) for count in counts))
+        needed = sum(self._up(len(r.slots) + n) - self._up(len(r.slots)) for r, n in zip(reached, counts, strict=True))
+        short = needed - self._free_tokens()
         out: list[Grant | Refused] = []
-        for request, count in zip(requests, pending, strict=True):
+        for request, count in zip(reached, counts, strict=True):
             start = len(request.slots)
-            out.append(Grant(request.id, 0, start, self._allot(request, count), 0))
-        return out
+            if short > 0:
+                fits = self.num_tokens is None or self._up(len(request.tokens)) <= self.num_tokens
+                out.append(self._refuse(request, "no_space" if fits else "never_fits", 0, short))
+            else:
+                slots = self._allot(request, count)
+                out.append(Grant(request.id, 0, start, slots, len(request.tokens) - len(request.slots)))
+        return out + [self._refuse(request, "not_reached", None, 0) for request in requests[len(counts) :]]
 
     def _allot(self, request: _Request, count: int) -> np.ndarray:
         """Take slots for `count` more tokens: first what is left of the last page, then pages from the front of the queue."""
@@ -319,6 +330,7 @@ class RadixCache(RadixOperations):
     def evict(self, tokens: int) -> int:
         """Let whole unlocked leaves fall until at least `tokens` tokens are free again; return how many were (16)."""
         freed = 0
+        checks.size(tokens, "tokens", 0)
         for node, hashes in self._tree.evict(tokens):
             freed += len(node.slots)
             self._say(ev.Evicted(node.id, node.slots, hashes))
@@ -382,20 +394,19 @@ class RadixCache(RadixOperations):
     def release(self, id: str, why: ReleaseWhy) -> None:
         """End a request, or with ``preempt`` send it back to wait; ``stop`` and ``length`` keep all that it computed (8, 9)."""
         request = self._known(id)
+        checks.why(why)
         kept = request.protected
         if request.running and why in ("stop", "length") and self.enable:
             kept = self._whole(request.written)
-            node, found = self._insert(request, kept)
+            _, found = self._insert(request, kept)
             self._give_back(request.slots[request.protected : found])
-            del node
         self._give_back(request.slots[kept:])
         if request.running:
             self._own(request, None, 0)
         del self._requests[id]
         if why == "preempt":
-            again = _Request(
-                id, request.tokens, request.prompt, request.space, request.read, request.priority, request.max_new
-            )
+            again = _Request(id, request.tokens, request.prompt, request.space, request.read, request.priority, request.max_new)
+            again.resumed = request.resumed or request.running
             self._requests[id] = again
         self._say_tree()
         self._say(ev.Released(id, why))
@@ -418,8 +429,8 @@ class RadixCache(RadixOperations):
         """Return one request as it stands."""
         r = self._known(id)
         node = r.node.id if r.node and r.node is not self._tree.root else None
-        row = Row(r.id, list(r.tokens), r.prompt, r.space, r.read, r.priority, r.max_new, r.running, r.slots.copy(), r.hit, r.written)
-        row.protected, row.node = r.protected, node
+        row = Row(r.id, list(r.tokens), r.prompt, r.space, r.read, r.priority, r.max_new, r.running, r.slots.copy())
+        row.hit, row.written, row.protected, row.node = r.hit, r.written, r.protected, node
         return row
 
     def sizes(self) -> Sizes:
@@ -467,6 +478,11 @@ class RadixCache(RadixOperations):
     def waits(self, id: str) -> bool:
         """Tell whether `id` waits for slots."""
         return id in self._requests and not self._requests[id].running
+
+    def prefills(self, id: str) -> bool:
+        """Tell whether a running request has a part of its prompt left to prefill."""
+        request = self._known(id)
+        return len(request.slots) < request.goal
 
     def runs(self) -> int:
         """Return how many requests hold slots or may take them."""

@@ -83,7 +83,7 @@ class RadixTree:
         return path, at
 
     def match(self, tokens: np.ndarray, space: Namespace) -> list[RadixNode]:
-        """Return the path of the longest match in whole pages. It may split a node (4); the path is stamped, its end newest (6)."""
+        """Return the path of the longest match in whole pages: may split a node (4); the path is stamped, its end newest (6)."""
         path, at = self.find(tokens, space)
         path = self._cut(path, at)
         for node in path:
@@ -142,11 +142,11 @@ class RadixTree:
         end = 0
         for node in path:
             end += len(node.tokens)
-            self._visit(node, priority, end > counted)
+            self._visit(node, priority, int(end > counted))
         node = path[-1] if path else self.root
         if found < len(tokens):
             node = self._grow(node, tokens[found:], slots[found:], space)
-            self._visit(node, priority, len(tokens) > counted)
+            self._visit(node, priority, int(len(tokens) > counted))
             node.created = node.accessed
         return node, found
 
@@ -163,9 +163,9 @@ class RadixTree:
             self._log.append(ev.Inserted(node.id, parent.id, tokens, node.slots, _as_space(space), hashes, before))
         return node
 
-    def _visit(self, node: RadixNode, priority: int, hit: bool) -> None:
+    def _visit(self, node: RadixNode, priority: int, hits: int) -> None:
         node.priority = max(node.priority, priority)
-        node.hits += hit
+        node.hits += hits
         self._stamp(node)
 
     def _stamp(self, node: RadixNode) -> None:

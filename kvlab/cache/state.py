@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from kvlab.cache import events as ev
 from kvlab.cache.contract import EVERYONE, NO_SLOTS, Space
-from kvlab.cache.free_list import FreeList
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    from kvlab.cache.free_list import FreeList
 
 ROOT = 0
 
@@ -162,7 +163,7 @@ class State:
             self.queried += len(row.tokens)
             self.found += e.hit
 
-    def _refused(self, e: ev.Refused) -> None:
+    def _refused(self, _: ev.Refused) -> None:
         """Nothing changes; the event is there to be seen."""
 
     def _taken(self, e: ev.Taken) -> None:
@@ -250,14 +251,14 @@ class State:
         node = self.nodes.pop(e.node)
         self.nodes[node.parent].children.remove(e.node)  # type: ignore[index]
 
-    def _cleared(self, e: ev.Cleared) -> None:
+    def _cleared(self, _: ev.Cleared) -> None:
         self.blocks.clear()
         if self.policy == "sglang":  # vLLM forgets the keys only; SGLang starts its allocator afresh
             self.queue.renew()
             self.nodes = {ROOT: Node(ROOT, None, [], [], lock=1)}
 
 
-_APPLY = {
+_APPLY: dict[type, Callable[[State, Any], None]] = {
     ev.Queued: State._queued,
     ev.Admitted: State._admitted,
     ev.Refused: State._refused,
