@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from kvlab.prompts import Part, Prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Timestamp = Literal["before", "between", "after", "none"]
 TIMESTAMPS: tuple[Timestamp, ...] = ("before", "between", "after", "none")
@@ -44,6 +41,12 @@ QUESTIONS = (
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
+class Tokenizer(Protocol):
+    """What a writer needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...  # noqa: D102
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How long the parts of a prompt are, in tokens, and where the timestamp stands."""
@@ -58,15 +61,15 @@ class Writer:
 
     Parameters
     ----------
-    encode : callable or None
-        text -> token ids, without special tokens; None for a model without a tokenizer, whose prompts are numbers.
+    tokenizer : tokenizer or None
+        transformers' own; None for a model without one, whose prompts are numbers.
     vocab_size : int
         ids run below it.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]] | None, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._encode = encode or self._numbers
+        self._tokenizer = tokenizer
 
     def prompt(self, layout: Layout, number: int) -> Prompt:
         """Return request `number` (0, 1, ...) of a layout: the shared part is always the same, the rest begins differently each time.
@@ -115,6 +118,8 @@ class Writer:
             turn += 1
         return ids[:length]
 
-    def _numbers(self, text: str) -> list[int]:
-        """Spell a text for a model without a tokenizer: one id a word."""
-        return [sum(word.encode()) * 31 % self.vocab_size for word in text.split()]
+    def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, no template's or start token among them; without a tokenizer one id a word."""
+        if self._tokenizer is None:
+            return [sum(word.encode()) * 31 % self.vocab_size for word in text.split()]
+        return self._tokenizer.encode(text, add_special_tokens=False)

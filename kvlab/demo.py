@@ -1,0 +1,102 @@
+"""The article's four situations on a live model, under both caches: what `kvlab demo` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvlab.engine.engine import Engine
+from kvlab.engine.request import Request
+from kvlab.situations import Layout, Writer
+from kvlab.views.summary import why
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvlab.engine.models import Loaded
+    from kvlab.engine.request import Result
+
+POLICIES = ("vllm", "sglang")
+POOL = 4096  # tokens
+WARM_ANSWER = 4  # tokens; the first request only fills the cache
+ANSWER = 16
+LONG_ANSWER = {"cpu": 200, "cuda": 2000, "mps": 2000}
+FULL_ANSWER = 2000
+
+LAYOUTS = {
+    "shared_first": Layout("none"),
+    "timestamp_first": Layout("before"),
+    "timestamp_after": Layout("between"),
+    "long_answer": Layout("none"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The second request of a situation under one policy. Seconds."""
+
+    cached_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    output_tokens: int
+    full_seconds: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """One row of the demo."""
+
+    name: str
+    prompt_tokens: int
+    sides: dict[str, Side]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the object that ``kvlab demo --json`` prints."""
+        keys = ("cached_tokens", "prefill_seconds", "decode_seconds", "output_tokens")
+        sides = {p: {k: getattr(side, k) for k in keys} for p, side in self.sides.items()}
+        return {"situation": self.name, "prompt_tokens": self.prompt_tokens, **sides}
+
+
+def situations(loaded: Loaded, *, full: bool = False, tell: Callable[[str], None] = lambda _: None) -> Iterator[Situation]:
+    """Run the four situations, one after the other, and yield each as it is measured.
+
+    Parameters
+    ----------
+    loaded : Loaded
+        the model; both engines share its weights.
+    full : bool
+        a long answer of 2,000 tokens on a CPU too.
+    tell : callable
+        is told in a few words what is being done.
+    """
+    writer = Writer(loaded.tokenizer, loaded.vocab_size)
+    engines = {policy: Engine(loaded, cache=policy, num_tokens=POOL) for policy in POLICIES}
+    for engine in engines.values():  # the very first pass pays for things that have nothing to do with caching
+        tell("warming up")
+        engine.generate([writer.prompt(Layout(shared=200), 0)], max_new_tokens=2, ignore_eos=True)
+    long_answer = FULL_ANSWER if full else LONG_ANSWER[engines["vllm"].device.type]
+    for name, layout in LAYOUTS.items():
+        answer = long_answer if name == "long_answer" else ANSWER
+        sides = {}
+        for policy, engine in engines.items():
+            tell(f"{name}: {policy}")
+            engine.reset()
+            first = _ask(engine, writer, layout, 0, WARM_ANSWER)
+            second = _ask(engine, writer, layout, 1, answer)
+            records = list(engine.trace.records.values())
+            reason = why(records[-1], engine.cache.unit, policy, records[:-1])
+            sides[policy] = Side(
+                second.cached_tokens or 0,
+                second.prefill_seconds or 0.0,
+                second.decode_seconds,
+                len(second.output_ids),
+                first.prefill_seconds or 0.0,
+                reason,
+            )
+        yield Situation(name, second.prompt_tokens, sides)
+
+
+def _ask(engine: Engine, writer: Writer, layout: Layout, number: int, answer: int) -> Result:
+    prompt = writer.prompt(layout, number)
+    return engine.generate([Request(prompt, max_new_tokens=answer, ignore_eos=True)])[0]

@@ -1,0 +1,220 @@
+"""What a lab shows at one moment, and where it comes from: a live engine or a recorded run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvlab.situations import Layout, Timestamp, Writer
+from kvlab.trace.files import RECORDED, load_traces
+from kvlab.widgets import words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+    from threading import Event as StopEvent
+
+    from kvlab.cache.events import Event
+    from kvlab.cache.state import State
+    from kvlab.engine.engine import Engine
+    from kvlab.engine.models import Loaded
+    from kvlab.trace.recorder import Record, Step, Trace
+
+POLICIES = ("vllm", "sglang")
+POOL = 4096  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the controls say. Lengths in tokens."""
+
+    timestamp: Timestamp = "none"
+    shared: int = 1000
+    question: int = 40
+    answer: int = 32
+    block_size: int = 16
+    page_size: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """The prompt's part of it."""
+        return Layout(self.timestamp, self.shared, self.question)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One policy: its requests, steps and cache. `evicted`: units whose content fell in the last run."""
+
+    policy: str
+    state: State
+    records: list[Record]
+    steps: list[Step]
+    evicted: tuple[int, ...] = ()
+
+    @property
+    def full_seconds(self) -> dict[str, float]:
+        """Seconds of prefill without reuse, by request, measured: of the latest equally long prompt that hit nothing."""
+        out: dict[str, float] = {}
+        measured: dict[int, float] = {}
+        for record in self.records:
+            if record.first_token is None:
+                continue
+            if not record.cached_tokens:
+                measured[record.prompt_tokens] = record.prefill_seconds
+            elif record.prompt_tokens in measured:
+                out[record.id] = measured[record.prompt_tokens]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """All policies side by side. `texts`: text of every token, by request; empty where no tokenizer is at hand."""
+
+    sides: dict[str, Side] = field(default_factory=dict)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    about: str = ""
+
+
+def evicted_units(events: list[Event], unit: int) -> tuple[int, ...]:
+    """Return the blocks or pages whose content fell during `events`."""
+    from kvlab.cache import events as ev
+
+    units: list[int] = []
+    for event in events:
+        if isinstance(event, ev.Unkeyed) and event.why == "evicted":
+            units += event.blocks.tolist()
+        elif isinstance(event, ev.Evicted):
+            units += [s // unit for s in event.slots[::unit].tolist()]
+    return tuple(units)
+
+
+def recorded_scene(path: Path = RECORDED / "four_situations.jsonl.gz") -> Scene:
+    """Return a recorded run, as a lab shows it until its model is there."""
+    sides = {}
+    for policy, trace in load_traces(path).items():
+        sides[policy] = Side(policy, trace.state, list(trace.records.values()), trace.steps)
+    return Scene(sides, about=words.RECORDED)
+
+
+class LiveSource:
+    """A model under both caches, side by side, sharing its weights.
+
+    Parameters
+    ----------
+    model : None, str, path or Loaded
+        as `kvlab.load_model` takes it.
+    num_tokens : int
+        slots of each pool.
+    """
+
+    def __init__(self, model: Any = None, num_tokens: int = POOL) -> None:  # noqa: ANN401 - a name, a path or a Loaded
+        self.model, self.num_tokens = model, num_tokens
+        self.loaded: Loaded | None = None
+        self.engines: dict[str, Engine] = {}
+        self._built: tuple[int, int] | None = None
+        self._number = 0
+        self._warm: set[Layout] = set()
+        self._marks: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ the model
+    def load(self, progress: Callable[[float, str], None]) -> None:
+        """Load the model and build both engines; what goes wrong is raised in words (ModelError)."""
+        from kvlab.engine.models import Loaded, load_model
+
+        self.loaded = self.model if isinstance(self.model, Loaded) else load_model(self.model, progress=progress)
+        self.build(Settings())
+
+    def build(self, settings: Settings) -> None:
+        """Build the engines for these unit sizes, unless they stand; refused sizes leave the old ones as they were."""
+        from kvlab.engine.engine import Engine
+
+        sizes = settings.block_size, settings.page_size
+        if sizes == self._built:
+            return
+        assert self.loaded is not None, "the model is loaded before engines are built"
+        options: Mapping[str, dict[str, int]] = {"vllm": {"block_size": sizes[0]}, "sglang": {"page_size": sizes[1]}}
+        self.engines = {p: Engine(self.loaded, cache=p, num_tokens=self.num_tokens, **options[p]) for p in POLICIES}
+        self._built = sizes
+        self._forget()
+
+    # ------------------------------------------------------------------ requests
+    def run(self, settings: Settings, tell: Callable[[float, str], None], changed: Callable[[], None], stop: StopEvent) -> None:
+        """Send requests to both engines: two when the layout is new (one fills the cache, one reuses it), else one.
+
+        Parameters
+        ----------
+        settings : Settings
+        tell : callable
+            is told how far the work is (0 to 1) and what is being done.
+        changed : callable
+            is called when there is something new to see.
+        stop : Event
+            set from another thread: the request under way ends, its blocks are freed.
+
+        Raises
+        ------
+        ValueError, EngineError
+            for settings that cannot be; nothing has changed then.
+        """
+        from kvlab.engine.request import Request
+
+        assert self.loaded is not None, "the model is loaded before requests are sent"
+        writer = Writer(self.loaded.tokenizer, self.loaded.vocab_size)
+        new = settings.layout not in self._warm
+        prompts = [writer.prompt(settings.layout, self._number + i) for i in range(1 + new)]
+        self.build(settings)
+        self._marks = {policy: len(engine.trace.events) for policy, engine in self.engines.items()}
+        jobs = [(prompt, policy) for prompt in prompts for policy in POLICIES]
+        for done, (prompt, policy) in enumerate(jobs):
+            ask = Request(prompt, max_new_tokens=settings.answer, ignore_eos=True)
+            what = words.SENDING.format(number=self._number + 1, policy=words.POLICY[policy])
+            tell(done / len(jobs), what)
+            engine = self.engines[policy]
+            steps = itertools.count(1)
+
+            def progress(_step: Step, n: int = done, w: str = what, steps: itertools.count[int] = steps) -> None:
+                tell((n + min(1.0, next(steps) / settings.answer)) / len(jobs), w)
+
+            engine.generate([ask], stop=stop, progress=progress)
+            if stop.is_set():
+                break
+            changed()
+            if policy == POLICIES[-1]:
+                self._number += 1
+        else:
+            self._warm.add(settings.layout)
+        changed()
+
+    def start_over(self) -> None:
+        """Empty both caches and forget all requests."""
+        for engine in self.engines.values():
+            engine.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._number = 0
+        self._warm.clear()
+        self._marks = {}
+
+    # ------------------------------------------------------------------ what is to be seen
+    def scene(self) -> Scene:
+        """Return both caches as they stand; call it between steps."""
+        sides = {}
+        texts: dict[str, list[str]] = {}
+        for policy, engine in self.engines.items():
+            trace: Trace = engine.trace
+            records = [r for r in trace.records.values() if r.started is not None]
+            state = engine.cache.snapshot()
+            sides[policy] = Side(
+                policy, state, records, trace.steps, evicted_units(trace.events[self._marks.get(policy, 0) :], state.unit)
+            )
+        return Scene(sides, texts, about=self.about)
+
+    @property
+    def about(self) -> str:
+        """The model, device and pool in a line."""
+        if self.loaded is None:
+            return ""
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        return words.ABOUT.format(model=self.loaded.name, device=self.loaded.device.type, dtype=dtype, pool=self.num_tokens)
