@@ -1,0 +1,141 @@
+"""SGLang's scheduler: a batch of prefills if anything can be admitted, else of decodes (docs/sglang.md 8, 9, 13, 15, 19)."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvlab.cache.contract import Grant
+from kvlab.schedule.scheduler import Ended, Job, Scheduler
+
+if TYPE_CHECKING:
+    from kvlab.cache.contract import Cache
+
+CLIP = 4096  # new tokens that one request reserves at most (15)
+RETRACT_STEPS = 20  # decode steps that a retraction makes room for (19)
+RATIO, RATIO_LEAST, RATIO_STEPS = 0.7, 0.14, 600  # share of new tokens believed to come: first, floor of it, steps between
+
+
+class SglangScheduler(Scheduler):
+    """Prefills before decodes; a decode batch that finds no room sends requests back.
+
+    Parameters
+    ----------
+    cache, max_batch_tokens, max_running
+        as for `Scheduler`; SGLang calls them chunked_prefill_size and max_running_requests.
+    overlap : bool
+        the overlap scheduler: when a stop token is seen the next decode step is under way, so the id rides in it and that token
+        is cached too (9).
+    conservativeness : float
+        scales what running requests reserve.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        max_batch_tokens: int = 2048,
+        max_running: int = 256,
+        *,
+        overlap: bool = True,
+        conservativeness: float = 1.0,
+    ) -> None:
+        super().__init__(cache, max_batch_tokens, max_running)
+        self.overlap = overlap
+        self._start = min(1.0, RATIO * conservativeness)
+        self.ratio = self._start
+        self._chunked: str | None = None  # its prompt is not through yet: it decodes with nobody
+        self._full = False  # an admission was refused: nobody else is looked up until something ends
+
+    def _batch(self) -> list[Grant]:
+        if not self.running and self._chunked is None:
+            self.ratio, self._full = self._start, False
+        return self._prefill() or self._decode()
+
+    # ------------------------------------------------------------------ prefill
+    def _prefill(self) -> list[Grant]:
+        room = 0 if self._full else self.max_running - len(self.running) - (self._chunked is not None)
+        ids = [self._chunked] if self._chunked is not None else []
+        ids += islice(self.waiting, max(room, 0))
+        if not ids:
+            return []
+        grants = []
+        for answer in self.cache.take(ids, self.max_batch_tokens, self._reserved()):
+            if isinstance(answer, Grant):
+                grants.append(answer)
+                self._admitted(answer)
+            elif answer.why == "never_fits":
+                self._never(answer)
+            elif answer.why == "no_space" and answer.id != self._chunked:
+                self._full = True
+        return grants
+
+    def _admitted(self, grant: Grant) -> None:
+        if grant.id == self._chunked:
+            self._chunked = None
+        else:
+            self.waiting.remove(grant.id)
+            # before commit() the tree holds only what the look-up found too
+            self.stopped[grant.id] = self._stop(grant, self._look(grant.id))
+        if grant.todo:
+            self._chunked = grant.id
+        else:
+            self.running.append(grant.id)
+
+    def _reserved(self) -> int:
+        """Slots that the running requests are believed to need still."""
+        jobs = [self.jobs[id] for id in self.running]
+        return int(sum(min(job.max_new - job.outputs, CLIP) * (1.0 if job.ignore_eos else self.ratio) for job in jobs))
+
+    # ------------------------------------------------------------------ decode
+    def _decode(self) -> list[Grant]:
+        retracted = False
+        while self.running:
+            answers = self.cache.take(list(self.running))
+            grants = [answer for answer in answers if isinstance(answer, Grant)]
+            if len(grants) == len(answers):
+                if not retracted:
+                    self.ratio = max(self.ratio - self._start * (1 - RATIO_LEAST) / RATIO_STEPS, self._start * RATIO_LEAST)
+                return grants
+            riding = [id for id in self.running if self.jobs[id].riding]
+            if riding:  # nobody waits for their one more token
+                for id in riding:
+                    self._release(id, "stop")
+            elif len(self.running) == 1:  # the last one is never retracted (19)
+                (id,) = self.running
+                self._end(id, "abort", f"the pool of {self.cache.num_tokens:,} tokens is full and nobody else can make room")
+            else:
+                self._retract()
+                retracted = True
+        return []
+
+    def _retract(self) -> None:
+        """Send back whoever has the fewest outputs, then the longest prompt, and make room for the rest to go on (19)."""
+        id = min(reversed(self.running), key=lambda i: (self.jobs[i].outputs, -self.jobs[i].prompt))
+        self.running.remove(id)
+        self.cache.release(id, "preempt")
+        self.waiting.append(id)
+        self._full = False
+        free = self.cache.sizes().free
+        short = RETRACT_STEPS * len(self.running) - (free or 0)
+        if free is not None and short > 0:
+            self.cache.evict(short)
+        jobs = [self.jobs[i] for i in self.running]
+        decoded, asked = sum(job.outputs for job in jobs), sum(job.max_new for job in jobs)
+        self.ratio = min(1.0, (decoded + RETRACT_STEPS * len(jobs)) / (asked + 1))
+
+    # ------------------------------------------------------------------ ends
+    def _judge(self, job: Job, token: int) -> None:
+        if job.outputs >= job.max_new:  # SGLang counts before it looks for a stop
+            self._end(job.id, "length")
+        elif token in job.stop_ids:
+            if self.overlap:
+                self._ended.append(Ended(job.id, "stop", ""))
+                job.riding = True
+            else:
+                self._end(job.id, "stop")
+
+    def _forget(self, id: str) -> None:
+        super()._forget(id)
+        self._full = False
+        if id == self._chunked:
+            self._chunked = None
