@@ -1,0 +1,104 @@
+"""The command line: thin commands over the package, with every failure in words.
+
+A new command is one function with typer's ``command`` decorator; it imports what it needs inside, so that ``kvlab --help`` stays
+quick. Exit status: 0 all well, 1 partly read or a difference found, 2 nothing usable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NOTHING_USABLE = 2
+INTERRUPTED = 130
+
+
+class _InWords(TyperGroup):
+    """Failures are shown as one sentence on stderr, never as a traceback (which KVLAB_DEBUG=1 shows)."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's own signature
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("kvlab: Interrupted.", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            if hasattr(error, "exit_code") or isinstance(error, typer.Abort) or os.environ.get("KVLAB_DEBUG"):
+                raise  # typer's own already say what they have to say
+            typer.echo(f"kvlab: {in_words(error)}", err=True)
+            raise typer.Exit(NOTHING_USABLE) from None
+
+
+def in_words(error: Exception) -> str:
+    """Return the sentence that says what went wrong."""
+    from kvlab.cache.contract import CacheError
+    from kvlab.engine.request import EngineError
+
+    if isinstance(error, EngineError | CacheError):
+        return str(error)
+    if type(error).__name__ in {"MemoryError", "OutOfMemoryError"}:
+        return "The memory ended: take a smaller model or pool, or end what else uses the memory."
+    return f"A failure that kvlab did not foresee ({type(error).__name__}: {error}); KVLAB_DEBUG=1 shows where it arose."
+
+
+app = typer.Typer(cls=_InWords, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _kvlab() -> None:
+    """See prefix caching happen on a real model."""
+
+
+class Dtype(StrEnum):
+    """In which numbers the embedded model is kept on disk."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@app.command()
+def fetch(
+    dtype: Annotated[
+        Dtype, typer.Option(help="float32 loses nothing; bfloat16 is half as large, for small machines.")
+    ] = Dtype.FLOAT32,
+) -> None:
+    """Fetch the embedded model if it is not there, verify every byte of it, repair it where it is damaged."""
+    from kvlab.engine import embedded, memory
+
+    with progress_bar() as progress:
+        folder = embedded.fetch(dtype.value, progress=progress)
+    size = memory.in_words(sum(file.stat().st_size for file in folder.iterdir()))
+    typer.echo(f"{embedded.EMBEDDED.model} ({dtype.value}, {size}) is verified: {folder}")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[float, str], None]]:
+    """Give a callable (fraction, text) that shows a bar on stderr, or a line for each new task where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    if not sys.stderr.isatty():
+        told: set[str] = set()
+
+        def tell(fraction: float, text: str) -> None:  # noqa: ARG001 - a line says no fraction
+            task = re.split(r": | \(", text, maxsplit=1)[0]
+            if task not in told:
+                told.add(task)
+                typer.echo(task, err=True)
+
+        yield tell
+        return
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda fraction, text: bar.update(task, completed=fraction, description=text)
