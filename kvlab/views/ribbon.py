@@ -1,0 +1,279 @@
+"""The prompt ribbon: a row a request, a cell a token, drawn as runs; where the match ends, under the engine's own grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from kvlab.views import strings as say
+from kvlab.views.frame import Cells, Frame, listed, tick_step
+from kvlab.views.summary import sentence, unadmitted
+from kvlab.views.text import escape, excerpt, fit, show, text_width, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from kvlab.cache.state import State
+    from kvlab.trace.recorder import Record
+    from kvlab.views.palette import Theme
+
+    Records = Mapping[str, Record] | Iterable[Record]
+    Texts = Mapping[str, Sequence[str]]
+
+TOKEN_PIXELS = 13  # at least so wide must a token be to get a cell of its own
+GRID_PIXELS = 5  # and a unit, to get its line through the bars
+MAX_ROWS = 8
+
+
+def prompt_ribbon(
+    records: Records,
+    unit: int,
+    *,
+    policy: str,
+    theme: Theme = "light",
+    scale: float = 1.0,
+    width: float = 1010,
+    span: int | None = None,
+    window: tuple[int, int] | None = None,
+    texts: Texts | None = None,
+    state: State | None = None,
+    selected: Mapping[str, tuple[int, int]] | None = None,
+    max_rows: int = MAX_ROWS,
+) -> go.Figure:
+    """Draw the prompts and answers of `records` along their tokens.
+
+    Parameters
+    ----------
+    records : Record, or dict of id to Record
+        oldest first; of more than `max_rows` the last are drawn.
+    unit : int
+        tokens in a block or page: the grid.
+    policy : {"vllm", "sglang", "none"}
+        whose words to use.
+    theme, scale, width
+        see `Frame`; a scale of 1.5 is the projector's.
+    span : int, optional
+        tokens on the x axis, so that several ribbons and the radix tree stand under one grid; the longest request by default.
+    window : (start, stop), optional
+        zoom into these token positions; a short one shows the text of every token.
+    texts : dict of id to list of str, optional
+        text of each token, as typed; it is escaped here.
+    state : State, optional
+        tells how far running requests have been computed.
+    selected : dict of id to (start, stop), optional
+        token positions to be framed, as ``ownership.holders`` gives them.
+
+    Returns
+    -------
+    plotly Figure
+        ``customdata`` of a cell is [id, start, stop].
+    """
+    shown = listed(records)[-max_rows:]
+    hidden = len(listed(records)) - len(shown)
+    frame = Frame(theme, scale, width)
+    title, subtitle = say.POLICY[policy], say.RIBBON_NONE if policy == "none" else say.RIBBON_MATCHES.format(units=say.units(policy, unit))
+    if not shown:
+        return frame.empty(title, say.EMPTY, 3 * frame.row)
+    if hidden:
+        subtitle += " · " + say.MORE_REQUESTS.format(n=say.number(hidden))
+    start, stop = window or (0, max(span or 0, *(len(r.tokens) for r in shown), 1))
+    fig = frame.figure(title, subtitle, len(shown) * frame.row, x_title=say.RIBBON_X, y_title=say.RIBBON_Y)
+    frame.rows(fig, [escape(fit(r.id, frame.left - 26 * scale, frame.small)) for r in shown])
+    _grid(fig, frame, start, stop, unit)
+
+    per_token = frame.plot / (stop - start)
+    single = per_token >= TOKEN_PIXELS * scale
+    cells = Cells(frame)
+    for y, record in enumerate(shown):
+        text = (texts or {}).get(record.id)
+        for a, b in _runs(record, start, stop, _written(record, state), single=single):
+            mark, source = _mark(record, a, state), record.source(a)
+            hover = _hover(record, a, b, mark, source, unit, policy, text)
+            cells.cell(a, b, y, frame.bar, mark, source, hover=hover, data=[record.id, a, b])
+            if text and single and a < len(text):
+                _token_text(fig, frame, y, a, text[a], mark, source, per_token)
+        _row_label(fig, frame, y, record, (start, stop), (selected or {}).get(record.id), texts=bool(text) and single)
+    fig.add_trace(cells.trace())
+    _unit_lines(fig, frame, shown, start, stop, unit, per_token)
+    for y, record in enumerate(shown):
+        if record.cached_tokens and start < record.cached_tokens <= stop:
+            boundary = {"color": frame.colours.ink, "width": 3 * scale}
+            fig.add_shape(type="line", x0=record.cached_tokens, x1=record.cached_tokens, y0=y - 0.48, y1=y + 0.48, line=boundary)
+        if selected and record.id in selected:
+            a, b = selected[record.id]
+            edge = {"color": frame.colours.ink, "width": 2.5 * scale}
+            if a < stop and b > start:
+                fig.add_shape(type="rect", x0=max(a, start), x1=min(b, stop), y0=y - 0.44, y1=y + 0.44, line=edge)
+    return fig
+
+
+def summary(records: Records, unit: int, *, policy: str, instead_of: Mapping[str, float] | None = None) -> str:
+    """Say in words what the ribbon shows."""
+    rows = listed(records)
+    if not rows:
+        return say.EMPTY
+    out = [f"{say.POLICY[policy]} {say.RIBBON_NONE}." if policy == "none"
+           else say.SUMMARY_RIBBON.format(policy=say.POLICY[policy], units=say.units(policy, unit))]
+    out += [say.SUMMARY_ROW.format(id=r.id, sentence=sentence(r, (instead_of or {}).get(r.id))) for r in rows]
+    return " ".join(out)
+
+
+def table(records: Records, unit: int, *, policy: str, texts: Texts | None = None) -> list[dict[str, Any]]:
+    """Return the ribbon's numbers, a dict a request; texts are as typed, white space made visible (`tables.html` escapes)."""
+    out = []
+    for r in listed(records):
+        hit = r.cached_tokens
+        row: dict[str, Any] = {
+            say.COLUMN["request"]: r.id,
+            say.COLUMN["prompt"]: r.prompt_tokens,
+            say.COLUMN["reused"]: hit,
+            say.COLUMN["computed"]: None if hit is None else r.prompt_tokens - hit,
+            say.COLUMN["output"]: r.output_tokens,
+            say.COLUMN["stopped"]: None if r.stopped is None else say.STOPPED[r.stopped].format(unit=say.unit(policy, unit)),
+            say.COLUMN["prefill"]: None if r.first_token is None else round(r.prefill_seconds, 4),
+            say.COLUMN["decode"]: None if r.first_token is None else round(r.decode_seconds, 4),
+            say.COLUMN["outcome"]: None if r.outcome is None else say.OUTCOME.get(r.outcome, r.outcome),
+        }
+        if texts is not None:
+            row[say.COLUMN["after"]] = visible(excerpt("".join(texts.get(r.id, ())[hit or 0 :][:24]), 40))
+        out.append(row)
+    return out
+
+
+def token_table(
+    record: Record, unit: int, *, policy: str, texts: Sequence[str] | None = None, start: int = 0, stop: int | None = None
+) -> list[dict[str, Any]]:
+    """Return tokens [start, stop) of one request, a dict each: position, block or page, id, text, source and state."""
+    return [
+        {
+            say.COLUMN["position"]: i,
+            say.UNIT[policy][0]: i // unit,
+            say.COLUMN["id"]: record.tokens[i],
+            say.COLUMN["text"]: visible(texts[i]) if texts and i < len(texts) else None,
+            say.COLUMN["source"]: say.SOURCE[record.source(i)],
+            say.COLUMN["state"]: say.MARK[_mark(record, i, None)],
+        }
+        for i in range(start, len(record.tokens) if stop is None else min(stop, len(record.tokens)))
+    ]
+
+
+def window_around(position: int, *, width: float = 1010, scale: float = 1.0) -> tuple[int, int]:
+    """Return the window around a token position in which every token has room for its text."""
+    half = max(2, int(Frame("light", scale, width).plot / (54 * scale)) // 2)
+    return max(0, position - half), max(0, position - half) + 2 * half
+
+
+# ------------------------------------------------------------------ parts of the picture
+def _written(record: Record, state: State | None) -> int:
+    """Return how many tokens of a request have their K/V: all, unless `state` knows better."""
+    if record.cached_tokens is None:
+        return 0
+    row = state.rows.get(record.id) if state else None
+    return row.written if row and row.running and record.first_token is None else len(record.tokens)
+
+
+def _mark(record: Record, position: int, state: State | None) -> str:
+    if record.cached_tokens is not None and position < record.cached_tokens:
+        return "reused"
+    return "computed" if position < _written(record, state) else "pending"
+
+
+def _runs(record: Record, start: int, stop: int, written: int, *, single: bool) -> Iterator[tuple[int, int]]:
+    """Yield the stretches of [start, stop) whose cells look alike; single tokens where each gets a cell."""
+    stop = min(stop, len(record.tokens))
+    if single:
+        yield from ((i, i + 1) for i in range(start, stop))
+        return
+    cuts = {start, stop, record.prompt_tokens, record.cached_tokens or 0, written}
+    cuts |= {edge for part in record.parts for edge in (part.start, part.stop)}
+    edges = sorted(cut for cut in cuts if start <= cut <= stop)
+    yield from zip(edges, edges[1:], strict=False)
+
+
+def _hover(record: Record, a: int, b: int, mark: str, source: str, unit: int, policy: str, text: Sequence[str] | None) -> str:
+    words = {"id": escape(record.id), "source": say.SOURCE[source], "mark": say.MARK[mark]}
+    if b - a == 1:
+        out = say.HOVER_TOKEN.format(position=say.number(a), **words)
+        if unit > 1:
+            out += "<br>" + say.HOVER_BLOCK.format(unit=say.UNIT[policy][0], block=say.number(a // unit))
+    else:
+        out = say.HOVER_RUN.format(span=say.span(a, b), **words)
+    typed = "".join(text[a:b]) if text else ""
+    return out + "<br>" + say.HOVER_TEXT.format(text=show(excerpt(typed))) if typed else out
+
+
+def _grid(fig: go.Figure, frame: Frame, start: int, stop: int, unit: int) -> None:
+    """Label the x axis in round numbers; a small tick at every unit says how long the engine's ruler is."""
+    per_token = frame.plot / (stop - start)
+    step = max(1, round(tick_step(stop - start, frame.plot, 70 * frame.scale)))
+    minor = unit if unit > 1 or per_token >= 4 else step  # ticks of one token each would be a black band
+    while minor * per_token < 3:
+        minor *= 2
+    fig.update_xaxes(range=[start, stop], dtick=step, tick0=0, tickformat=",d",
+                     minor={"dtick": minor, "tick0": 0, "ticks": "outside", "ticklen": 4 * frame.scale, "tickcolor": frame.colours.mute})
+
+
+def _unit_lines(fig: go.Figure, frame: Frame, shown: list[Record], start: int, stop: int, unit: int, per_token: float) -> None:
+    """Cut the bars at every unit, as the engine does, where the lines would not blot them out."""
+    if unit * per_token < GRID_PIXELS * frame.scale or (unit == 1 and per_token < TOKEN_PIXELS * frame.scale):
+        return
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    half = frame.bar / 2
+    for y, record in enumerate(shown):
+        if record.cached_tokens is None:
+            continue
+        for x in range(-(-start // unit) * unit, min(stop, len(record.tokens)) + 1, unit):
+            xs += [x, x, None]
+            ys += [y - half if x <= record.cached_tokens else y, y + half, None]
+    line = {"color": frame.colours.background, "width": 1 if unit > 1 else 2}
+    fig.add_trace(go.Scatter(x=np.array(xs, np.float32), y=np.array(ys, np.float32), mode="lines", line=line, hoverinfo="skip"))
+
+
+def _row_label(
+    fig: go.Figure, frame: Frame, y: int, record: Record, window: tuple[int, int], framed: tuple[int, int] | None, *, texts: bool
+) -> None:
+    """Say what was reused beside the line where the match ends, and what was computed at the end of the row."""
+    c, size, hit, (start, stop) = frame.colours, frame.small, record.cached_tokens, window
+    if hit is None:
+        room = frame.plot + frame.right - 20 * frame.scale
+        _note(fig, frame, y, start, record, fit(unadmitted(record), room, size), window)
+        return
+    computed = say.COMPUTED.format(n=say.number(record.prompt_tokens - hit))
+    if record.first_token is not None:
+        computed = say.RIBBON_END.format(computed=computed, seconds=say.seconds(record.prefill_seconds))
+    fig.add_annotation(xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=y, showarrow=False,
+                       text=fit(computed, frame.right - 10 * frame.scale, size), font={"size": size, "color": c.ink})
+    if texts or hit > stop or (start and hit < start):  # the cells are full of text already, or the line is elsewhere
+        return
+    label = say.REUSED.format(n=say.number(hit)) if hit else say.NOTHING_REUSED
+    at = framed[0] if framed and framed[0] < hit <= framed[1] else hit  # beside what is selected, not over it
+    if hit and text_width(label, size, bold=True) + 14 * frame.scale <= (at - start) * frame.plot / (stop - start):
+        hue = c.hue(record.source(hit - 1))
+        pad = (frame.row * frame.bar - size * 1.4) / 2 - 1  # as high as the bar, to keep the grid out of the words
+        fig.add_annotation(x=at, xanchor="right", xshift=-2 * frame.scale, y=y, text=f"<b>{label}</b>", showarrow=False,
+                           font={"size": size, "color": c.on(hue)}, bgcolor=hue, borderpad=pad)
+    else:
+        _note(fig, frame, y, hit, record, label, window)
+
+
+def _note(fig: go.Figure, frame: Frame, y: int, x: float, record: Record, text: str, window: tuple[int, int]) -> None:
+    """Write into the empty upper half of the cells from `x` on, or behind a row that is too short for that."""
+    start, stop = window
+    end = min(len(record.tokens), stop)
+    inside = text_width(text, frame.small) + 10 * frame.scale <= (end - x) * frame.plot / (stop - start)
+    fig.add_annotation(x=x if inside else end, xanchor="left", xshift=4 * frame.scale, y=y - frame.bar / 4 if inside else y, text=escape(text),
+                       yshift=-frame.scale, showarrow=False, font={"size": frame.small, "color": frame.colours.ink}, borderpad=0,
+                       bgcolor=frame.colours.background if inside else None)
+
+
+def _token_text(fig: go.Figure, frame: Frame, y: int, a: int, text: str, mark: str, source: str, per_token: float) -> None:
+    shown = fit(visible(text), per_token - 4 * frame.scale, frame.small)
+    if not shown:
+        return
+    c = frame.colours
+    upper = mark == "computed"
+    fig.add_annotation(x=a + 0.5, y=y - frame.bar / 4 if upper else y, text=escape(shown), showarrow=False, borderpad=0,
+                       font={"size": frame.small, "color": c.on(c.hue(source)) if mark == "reused" else c.ink})
