@@ -1,0 +1,255 @@
+"""Real servers and a real browser for tests: Voila, JupyterLab, and Chromium driven by Playwright, all on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import ConsoleMessage, Page, Request
+
+ROOT = Path(__file__).resolve().parent.parent
+SCREENSHOTS = ROOT / "screenshots"
+STARTING = 60  # s that a server may take on a loaded machine
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+
+# What JupyterLab and Voila themselves put on the console or fail to fetch, one by one, each with its reason. Everything else is ours.
+NOISE: list[tuple[re.Pattern[str], str]] = []
+
+
+def chromium() -> str:
+    """Where Chromium is: $CHROMIUM, or on PATH. Fails in words where there is none."""
+    names = [os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium"]
+    path = next((found for name in names if name and (found := shutil.which(name))), None)
+    if path is None:
+        msg = (
+            "The browser tests need Chromium and find none. On Debian or Ubuntu: apt-get install chromium. "
+            "Elsewhere install Chromium or Chrome, and name it in the variable CHROMIUM if it is not on PATH."
+        )
+        raise AssertionError(msg)
+    return path
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """A running server: its address, its folder, and what it has written so far."""
+
+    url: str
+    folder: Path
+    log_file: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def _server(command: list[str], folder: Path, url: str, env: dict[str, str] | None) -> Iterator[Server]:
+    """Start `command`, wait until `url` answers, and end it by its own process id."""
+    with TemporaryDirectory(prefix="kvlab-server-") as home:
+        own = {
+            "JUPYTER_PATH": str(ROOT / "etc" / "jupyter"),
+            "JUPYTER_CONFIG_PATH": str(ROOT / "etc" / "jupyter"),
+            # nothing of the person who runs the tests: no settings, no workspaces, no history
+            **{f"JUPYTER_{what}_DIR": f"{home}/{what.lower()}" for what in ("CONFIG", "DATA", "RUNTIME")},
+            **{f"JUPYTERLAB_{what}_DIR": f"{home}/{what.lower()}" for what in ("SETTINGS", "WORKSPACES")},
+            "IPYTHONDIR": f"{home}/ipython",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        log_file = Path(home) / "log"
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(  # noqa: S603 - our own command
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **own, **(env or {})}, cwd=home
+            )
+        server = Server(url, folder, log_file, process)
+        try:
+            deadline = time.monotonic() + STARTING
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    msg = f"The server did not start: {' '.join(command)}\n{server.log}"
+                    raise AssertionError(msg)
+                time.sleep(0.1)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def voila_server(
+    path: Path, *, preheat: bool = False, pool_size: int = 2, env: dict[str, str] | None = None, options: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    """Serve a folder of notebooks, or one notebook, with Voila as `make dashboards` does. Preheated: returns when the pool is full."""
+    port = free_port()
+    command = [sys.executable, "-m", "voila", str(path), "--no-browser", f"--port={port}", "--Voila.port_retries=0", *options]
+    if preheat:
+        command += ["--preheat_kernel=True", f"--pool_size={pool_size}"]
+    folder = path if path.is_dir() else path.parent
+    # a single notebook is at /, where a request would start a kernel
+    with _server(command, folder, f"http://127.0.0.1:{port}/voila/static/", env) as server:
+        server.url = f"http://127.0.0.1:{port}"
+        if preheat:
+            wait_for_pools(server, len(list(folder.glob("*.ipynb"))))
+        yield server
+
+
+def wait_for_pools(server: Server, notebooks: int = 1, fillings: int = 1) -> None:
+    """Wait until Voila has filled the kernel pools of that many notebooks, each that many times."""
+    deadline = time.monotonic() + 120
+    while server.log.count("is filled with") < notebooks * fillings:
+        if time.monotonic() > deadline:
+            msg = f"Voila's pool of kernels was not filled:\n{server.log}"
+            raise AssertionError(msg)
+        time.sleep(0.1)
+
+
+@contextmanager
+def lab_server(folder: Path, *, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """Serve a folder with JupyterLab as `make lab` does, without a token."""
+    port = free_port()
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}"]
+    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}"]
+    with _server(command, folder, f"http://127.0.0.1:{port}/api", env) as server:
+        server.url = f"http://127.0.0.1:{port}"
+        yield server
+
+
+@dataclass
+class Tab:
+    """A page of the browser, and all that happened on it."""
+
+    page: Page
+    requests: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    console: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("websocket", lambda socket: self.requests.append(socket.url))
+        self.page.on("requestfailed", self._failed)
+        self.page.on(
+            "response", lambda r: self.failures.append(f"{r.status} {r.request.method} {r.url}") if r.status >= 400 else None
+        )
+        self.page.on("console", self._said)
+        self.page.on("pageerror", lambda error: self.errors.append(f"uncaught: {error.stack or error.message}"))
+
+    def _failed(self, request: Request) -> None:
+        self.failures.append(f"{request.failure} {request.method} {request.url}")
+
+    def _said(self, message: ConsoleMessage) -> None:
+        self.console.append(f"{message.type}: {message.text}")
+        if message.type == "error":
+            self.errors.append(f"console: {message.text} ({message.location.get('url', '')})")
+
+    def assert_clean(self) -> None:
+        """Fail on a request to any other host, a failed request, or an error on the console; NOISE lists the exceptions."""
+        elsewhere = [url for url in self.requests if not _is_here(url)]
+        assert not elsewhere, f"The page asked other hosts: {elsewhere}"
+        troubles = [text for text in self.failures + self.errors if not any(noise.search(text) for noise, _ in NOISE)]
+        assert not troubles, "The page had errors:\n" + "\n".join(troubles)
+
+    def screenshot(self, name: str) -> Path:
+        """Keep the whole page as screenshots/NAME.png."""
+        SCREENSHOTS.mkdir(exist_ok=True)
+        path = SCREENSHOTS / f"{name}.png"
+        self.page.screenshot(path=path, full_page=True)
+        return path
+
+    def charts(self) -> list[dict[str, Any]]:
+        """All charts of the page in order: alt, revision (None while words stand there), words."""
+        return self.page.evaluate(
+            """() => [...document.querySelectorAll(".kvlab-chart")].map(chart => ({
+                alt: chart.querySelector(".kvlab-plot").getAttribute("aria-label"),
+                revision: chart.dataset.kvlabDrawn === undefined ? null : Number(chart.dataset.kvlabDrawn),
+                words: chart.querySelector(".kvlab-note").textContent,
+            }))"""
+        )
+
+    def wait_for_charts(self, count: int, revision: int = 1, timeout: float = 60) -> None:
+        """Wait until `count` charts are there and each shows at least `revision`; fails with what they show instead."""
+        try:
+            self.page.wait_for_function(
+                """([count, revision]) => {
+                    const charts = [...document.querySelectorAll(".kvlab-chart")];
+                    return charts.length >= count && charts.every(chart => Number(chart.dataset.kvlabDrawn ?? -1) >= revision);
+                }""",
+                arg=[count, revision],
+                timeout=timeout * 1000,
+            )
+        except Exception as error:
+            msg = f"Waited {timeout} s for {count} charts at revision {revision}; the page has {self.charts()}; errors: {self.errors}"
+            raise AssertionError(msg) from error
+
+    def open_notebook(self, server: Server, name: str) -> None:
+        """Open a notebook in JupyterLab and wait for its kernel."""
+        self.page.goto(f"{server.url}/lab/tree/{name}")
+        self.page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=60_000)
+        self.page.locator('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=60_000)
+
+    def run_all_cells(self) -> None:
+        """Choose Run > Run All Cells from JupyterLab's menu."""
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+
+def _is_here(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in {"data", "blob", "about"} or parts.hostname in {"127.0.0.1", "localhost"}
+
+
+@contextmanager
+def browser_tab(*, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Tab]:
+    """Open a page in a browser of its own; nothing is shared between two of them."""
+    from playwright.sync_api import sync_playwright
+
+    executable = chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=FLAGS)
+        try:
+            context = browser.new_context(
+                viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", accept_downloads=True
+            )
+            yield Tab(context.new_page())
+        finally:
+            browser.close()
