@@ -6,6 +6,8 @@ import html
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
@@ -63,14 +65,14 @@ def _ribbon(policy: str) -> View:
         side = scene.sides.get(policy)
         if side is None:
             return ribbon.prompt_ribbon([], 1, policy=policy, width=WIDTH, **look)
-        span = max((len(r.tokens) for s in scene.sides.values() for r in s.records[-ROWS:]), default=None)
+        span = max((len(r.tokens) for s in scene.sides.values() for r in s.last(ROWS)), default=None)
         return ribbon.prompt_ribbon(
             side.records, side.state.unit, policy=policy, width=WIDTH, span=span, texts=scene.texts, max_rows=ROWS, **look
         )
 
     def say(scene: Scene) -> str:
         side = scene.sides.get(policy)
-        return ribbon.summary(side.records[-1:], side.state.unit, policy=policy, instead_of=side.full_seconds) if side else ""
+        return ribbon.summary(side.last(1), side.state.unit, policy=policy, instead_of=side.full_seconds) if side else ""
 
     def data(scene: Scene) -> list[dict[str, Any]]:
         side = scene.sides.get(policy)
@@ -92,12 +94,12 @@ def _tree(scene: Scene, look: dict[str, Any]) -> go.Figure:
 
 
 def _seconds(scene: Scene, look: dict[str, Any]) -> go.Figure:
-    return timeline.split_bars(
-        {p: s.records[-ROWS:] for p, s in scene.sides.items()},
-        {p: s.full_seconds for p, s in scene.sides.items()},
-        width=WIDTH,
-        **look,
-    )
+    records = {p: s.last(ROWS) for p, s in scene.sides.items()}
+    return timeline.split_bars(records, {p: s.saved_seconds for p, s in scene.sides.items()}, width=WIDTH, **look)
+
+
+def _say_seconds(scene: Scene) -> str:
+    return " ".join(f"{words.POLICY[p]}: {timeline.summary(s.last(1), s.saved_seconds)}" for p, s in scene.sides.items())
 
 
 VIEWS = (
@@ -120,10 +122,15 @@ VIEWS = (
         "seconds",
         words.SECONDS,
         _seconds,
-        lambda s: timeline.split_summary({p: x.records[-ROWS:] for p, x in s.sides.items()}) if s.sides else "",
-        lambda s: timeline.split_table({p: x.records for p, x in s.sides.items()}) if s.sides else [],
+        _say_seconds,
+        lambda s: timeline.split_table({p: x.records for p, x in s.sides.items()}, {p: x.saved_seconds for p, x in s.sides.items()}),
     ),
 )
+
+
+@cache
+def _css() -> str:
+    return resources.files(__package__).joinpath("lab.css").read_text(encoding="utf-8")
 
 
 class Lab(w.VBox):
@@ -167,7 +174,7 @@ class Lab(w.VBox):
 
     # ------------------------------------------------------------------ widgets
     def _build(self) -> None:
-        self._style = w.HTML(f"<style>{_CSS}</style>")
+        self._style = w.HTML(f"<style>{_css()}</style>")
         self._head = w.HTML()
         self.controls = {c.name: self._control(c) for c in CONTROLS}
         self.run_button = w.Button(description=words.RUN, tooltip=words.RUN_HELP, button_style="primary", disabled=True)
@@ -196,9 +203,9 @@ class Lab(w.VBox):
     def _control(self, control: Control) -> w.VBox:
         default = getattr(Settings(), control.name)
         if control.options:
-            field: w.Widget = w.Dropdown(options=list(control.options.items()), value=default, layout=w.Layout(width="100%"))
+            field: w.Widget = w.Dropdown(options=list(control.options.items()), value=default, layout=w.Layout(width="auto"))
         else:
-            field = w.IntText(value=default, layout=w.Layout(width="100%"))
+            field = w.IntText(value=default, layout=w.Layout(width="auto"))
         field.description_allow_html = False
         label = w.Label(control.label)
         box = w.VBox([label, field])
@@ -362,25 +369,3 @@ class Lab(w.VBox):
         kind = "kvlab-trouble" if self.trouble else "kvlab-quiet"
         role = "alert" if self.trouble else "status"
         self._status.value = f'<div class="{kind}" role="{role}">{html.escape(self.message)}</div>'
-
-
-_CSS = """
-.kvlab-lab { font-size: 14px; color: var(--jp-ui-font-color1, #1b1f24); max-width: 1280px; overflow-x: hidden; }
-.kvlab-head { display: flex; align-items: baseline; gap: 14px; border-bottom: 1px solid var(--jp-border-color2, #d0d7de); padding: 2px 4px 8px; flex-wrap: wrap; }
-.kvlab-head h1 { font-size: 24px; font-weight: 700; margin: 0; line-height: 1.3; }
-.kvlab-head .kvlab-sub { font-size: 15px; color: var(--jp-ui-font-color2, #59636e); }
-.kvlab-head .kvlab-about { margin-left: auto; font-size: 13px; color: var(--jp-ui-font-color2, #59636e); }
-.kvlab-left { padding: 10px 16px 10px 4px; }
-.kvlab-left .kvlab-control { margin-bottom: 6px; }
-.kvlab-left .kvlab-control .widget-label { font-size: 13px; color: var(--jp-ui-font-color2, #59636e); line-height: 20px; height: 20px; }
-.kvlab-left button { font-size: 14px; font-weight: 600; margin: 3px 0; }
-.kvlab-right { padding: 10px 0; }
-.kvlab-right > * , .kvlab-pair > * { min-width: 0; }
-.kvlab-pair { width: 100%; }
-.kvlab-pair > * { flex: 1 1 50%; }
-.kvlab-sentence { background: var(--jp-layout-color2, #f1f7fc); border-radius: 8px; padding: 10px 16px; line-height: 1.45; }
-.kvlab-sentence .kvlab-result { font-size: 15px; font-weight: 600; }
-.kvlab-sentence .kvlab-why { font-size: 13px; color: var(--jp-ui-font-color1, #1b1f24); }
-.kvlab-quiet, .kvlab-trouble { font-size: 13px; line-height: 1.4; white-space: normal; }
-.kvlab-trouble { color: var(--jp-error-color0, #b3261e); font-weight: 600; }
-"""
