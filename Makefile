@@ -21,6 +21,10 @@ SOURCES := pyproject.toml constraints.txt
 # JupyterLab refuses to run as root, as people are in containers, unless told.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
+# JupyterLab and Voila find this project's settings and page template in etc/jupyter.
+export JUPYTER_PATH := $(CURDIR)/etc/jupyter$(if $(JUPYTER_PATH),:$(JUPYTER_PATH))
+export JUPYTER_CONFIG_PATH := $(CURDIR)/etc/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
+
 .DEFAULT_GOAL := help
 .PHONY: help lab dashboards demo fetch test soak check format notebooks clean chromium
 
@@ -37,7 +41,7 @@ dashboards: .venv/lab.stamp  ## set up and open the dashboards with Voila on thi
 	@$(BIN)/python -c 'import socket, sys; s = socket.socket(); sys.exit(s.connect_ex(("127.0.0.1", int(sys.argv[1]))) == 0)' $(PORT) \
 	  || { echo "Port $(PORT) is in use by another program. Choose another one: make dashboards PORT=$$(($(PORT) + 1))"; exit 1; }
 	@echo "Opening the dashboards at http://127.0.0.1:$(PORT); ctrl-C here ends them."
-	$(BIN)/voila notebooks/dashboards --Voila.ip=127.0.0.1 --port=$(PORT) $(ARGS)
+	$(BIN)/voila notebooks/dashboards --port=$(PORT) $(ARGS)
 
 demo: .venv/lab.stamp  ## the four situations of the article on the real model, in this terminal
 	$(BIN)/kvlab demo $(ARGS)
@@ -67,9 +71,9 @@ clean:  ## remove the environment and all caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis screenshots
 
 chromium:
-	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
-	echo "The browser tests need Chromium, which is not here: they will be skipped."; \
-	echo "On Debian or Ubuntu: apt-get install chromium; elsewhere any Chromium or Chrome on PATH."
+	@for name in "$$CHROMIUM" chromium chromium-browser google-chrome; do command -v "$$name" >/dev/null && exit 0; done; \
+	echo "Chromium is not here, and the browser tests will fail without it. On Debian or Ubuntu: apt-get install chromium."; \
+	echo "Elsewhere install Chromium or Chrome, and name it in the variable CHROMIUM if it is not on PATH."
 
 # Without --no-compile pip compiles every file that it installs, 14,000 of them and half of the whole set-up's time; a session
 # imports a quarter, and Python keeps what it compiled on the first import (unless told not to by this variable).
