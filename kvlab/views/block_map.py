@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvlab.prompts import SOURCES
 from kvlab.views import strings as say
-from kvlab.views.frame import Cells, Frame, listed
+from kvlab.views.frame import CLEAR, Cells, Frame, listed
 from kvlab.views.ownership import FREE, IDLE, NULL, STATES, USED, Units, idle_order, units
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     Records = Mapping[str, Record] | Iterable[Record]
 
-CELL_SIZES = (30, 26, 22, 19, 17, 15)  # pixels; smaller ones are not seen from the back row
+CELL_SIZES = (30.0, 26.0, 22.0, 19.0, 17.0, 15.0)  # pixels; smaller ones are not seen from the back row
 MAX_HEIGHT = 260  # pixels for all rows of cells
 GAP = 0.14  # of a cell
 EVICTED_LINE, SELECTED_LINE = 2.5, 3.0
@@ -89,12 +90,19 @@ def block_map(
         subtitle += "; " + say.CELL_IS.format(n=say.number(per), units=_names(state)[1])
     title = (say.SLOTS if state.unit == 1 else say.BLOCKS)[state.policy]
     high = max(rows, 3)
-    fig = frame.figure(title, subtitle, high * size * scale, x_title="", axis=False, left=left, right=8 * scale, y_title=_names(state)[0])
+    fig = frame.figure(
+        title, subtitle, high * size * scale, x_title="", axis=False, left=left, right=8 * scale, y_title=_names(state)[0]
+    )
     fig.update_xaxes(range=[0, plot / (size * scale)])
     every = max(1, math.ceil(18 / size))
-    fig.update_yaxes(range=[high, 0], tickvals=[r + 0.5 for r in range(0, rows, every)],
-                     ticktext=[say.number(cells[r * across].first) for r in range(0, rows, every)])
-    _draw(fig, frame, state, pool, cells, across, set(just_evicted), _chosen(selected))
+    fig.update_yaxes(
+        range=[high, 0],
+        tickvals=[r + 0.5 for r in range(0, rows, every)],
+        ticktext=[say.number(cells[r * across].first) for r in range(0, rows, every)],
+    )
+    places = _places(state)
+    hovers = [_hover(state, pool, cell, places) for cell in cells]
+    _draw(fig, frame, cells, hovers, across=across, evicted=set(just_evicted), chosen=_chosen(selected))
     return fig
 
 
@@ -123,17 +131,19 @@ def table(state: State | None, records: Records) -> list[dict[str, Any]]:
     look = np.stack([pool.state, pool.source, pool.computed, pool.held])
     edges = [0, *(np.flatnonzero((look[:, 1:] != look[:, :-1]).any(axis=0)) + 1).tolist(), len(pool.state)]
     out = []
-    for first, stop in zip(edges, edges[1:], strict=False):
+    for first, stop in pairwise(edges):
         kind, kept = int(pool.state[first]), pool.state[first] in (USED, IDLE)
-        out.append({
-            say.COLUMN["first"]: first,
-            say.COLUMN["last"]: stop - 1,
-            _names(state)[1]: stop - first,
-            say.COLUMN["state"]: say.STATE[STATES[kind]],
-            say.COLUMN["source"]: _source(int(pool.source[first])) if kept else None,
-            say.MARK["computed"]: bool(pool.computed[first]) if kind == USED else None,
-            say.COLUMN["held"]: int(pool.held[first]) if kept else None,
-        })
+        out.append(
+            {
+                say.COLUMN["first"]: first,
+                say.COLUMN["last"]: stop - 1,
+                _names(state)[1]: stop - first,
+                say.COLUMN["state"]: say.STATE[STATES[kind]],
+                say.COLUMN["source"]: _source(int(pool.source[first])) if kept else None,
+                say.MARK["computed"]: bool(pool.computed[first]) if kind == USED else None,
+                say.COLUMN["held"]: int(pool.held[first]) if kept else None,
+            }
+        )
     return out
 
 
@@ -162,7 +172,7 @@ def _fit(total: int, plot: float, columns: int | None) -> tuple[float, int]:
         across = columns or _across(plot, size)
         if math.ceil(total / across) * size <= MAX_HEIGHT and (columns is None or columns * size <= plot):
             return size, 1
-    size = CELL_SIZES[-1] if columns is None else min(CELL_SIZES[-1], plot / columns)
+    size = float(CELL_SIZES[-1]) if columns is None else min(CELL_SIZES[-1], plot / columns)
     room = (columns or _across(plot, size)) * max(1, int(MAX_HEIGHT / size))
     per = 2
     while math.ceil(total / per) > room:
@@ -176,7 +186,8 @@ def _fit(total: int, plot: float, columns: int | None) -> tuple[float, int]:
 def _aggregate(pool: Units, per: int) -> list[_Cell]:
     """Return the cells; of several units the most frequent state, and among those the most frequent source."""
     if per == 1:
-        return [_Cell(i, i, *look) for i, look in enumerate(zip(pool.state.tolist(), pool.source.tolist(), pool.computed.tolist(), strict=True))]
+        looks = zip(pool.state.tolist(), pool.source.tolist(), pool.computed.tolist(), strict=True)
+        return [_Cell(i, i, *look) for i, look in enumerate(looks)]
     out = []
     for first in range(1, len(pool.state), per):  # unit 0, which is never used, has no cell then
         at = slice(first, min(first + per, len(pool.state)))
@@ -190,25 +201,23 @@ def _aggregate(pool: Units, per: int) -> list[_Cell]:
 
 
 def _draw(
-    fig: go.Figure, frame: Frame, state: State, pool: Units, cells: list[_Cell], across: int, evicted: set[int], chosen: set[int]
+    fig: go.Figure, frame: Frame, cells: list[_Cell], hovers: list[str], *, across: int, evicted: set[int], chosen: set[int]
 ) -> None:
     marks, edges = Cells(frame), Cells(frame)
     c, half = frame.colours, (1 - GAP) / 2
     crossed: list[tuple[float, float]] = []
-    place = {block: i for i, block in enumerate(idle_order(state), 1)}
-    for i, cell in enumerate(cells):
+    for i, (cell, hover) in enumerate(zip(cells, hovers, strict=True)):
         x, y = i % across + 0.5, i // across + 0.5
+        data, those = [cell.first, cell.last], range(cell.first, cell.last + 1)
         mark = {NULL: "null", FREE: "free", IDLE: "idle", USED: "computed" if cell.computed else "reused"}[cell.state]
         source = SOURCES[cell.source] if cell.source >= 0 else None
-        hit = not evicted.isdisjoint(range(cell.first, cell.last + 1)) if evicted else False
-        hover = _hover(state, pool, cell, place.get(cell.first), evicted=hit)
-        where = {"hover": hover, "data": [cell.first, cell.last]}
-        marks.cell(x - half, x + half, y, 1 - GAP, mark, source, **where)
-        if hit:
-            edges.add(x - half, x + half, y, 1 - GAP, "rgba(0,0,0,0)", edge=c.evicted, line=EVICTED_LINE, **where)
+        marks.cell(x - half, x + half, y, 1 - GAP, mark=mark, source=source, hover=hover, data=data)
+        if not evicted.isdisjoint(those):
+            note = f"{hover}<br>{say.HOVER_EVICTED}"
+            edges.add(x - half, x + half, y, 1 - GAP, fill=CLEAR, edge=c.evicted, line=EVICTED_LINE, hover=note, data=data)
             crossed.append((x, y))
-        if chosen and not chosen.isdisjoint(range(cell.first, cell.last + 1)):
-            edges.add(x - 0.5, x + 0.5, y, 1.0, "rgba(0,0,0,0)", edge=c.ink, line=SELECTED_LINE, **where)
+        if not chosen.isdisjoint(those):
+            edges.add(x - 0.5, x + 0.5, y, 1.0, fill=CLEAR, edge=c.ink, line=SELECTED_LINE, hover=hover, data=data)
     fig.add_trace(marks.trace())
     if edges.rows:
         fig.add_trace(edges.trace())
@@ -218,29 +227,32 @@ def _draw(
         fig.add_scatter(x=xs, y=ys, mode="markers", marker=marker, hoverinfo="skip")
 
 
-def _hover(state: State, pool: Units, cell: _Cell, place: int | None, *, evicted: bool) -> str:
+def _places(state: State) -> dict[int, int]:
+    """Return the place of every cached idle block in the queue, from 1."""
+    return {block: place for place, block in enumerate(idle_order(state), 1)}
+
+
+def _hover(state: State, pool: Units, cell: _Cell, places: dict[int, int]) -> str:
     name, many = _names(state)
-    if cell.last > cell.first:
-        kinds = np.bincount(pool.state[cell.first : cell.last + 1], minlength=4)
-        words = say.COUNTS.format(used=kinds[USED], idle=kinds[IDLE], free=kinds[FREE])
-        lines = [say.HOVER_UNITS.format(name=many.capitalize(), first=say.number(cell.first), last=say.number(cell.last), counts=words)]
-    elif cell.state == NULL:
-        return say.HOVER_NULL.format(name=name.capitalize())
-    else:
-        lines = [say.HOVER_UNIT.format(name=name.capitalize(), id=say.number(cell.first), state=say.STATE[STATES[cell.state]])]
-    if cell.state in (USED, IDLE):
+    kept = cell.state in (USED, IDLE)
+    lines = []
+    if kept:
         lines.append(_source(cell.source))
         if cell.state == USED and pool.held[cell.first : cell.last + 1].any():
             lines[-1] = say.HOVER_MARK.format(source=lines[-1], mark=say.MARK["computed" if cell.computed else "reused"])
-    if cell.last == cell.first and pool.position[cell.first] >= 0 and cell.state in (USED, IDLE):
+    if cell.last > cell.first:
+        kinds = np.bincount(pool.state[cell.first : cell.last + 1], minlength=4)
+        words = say.COUNTS.format(used=kinds[USED], idle=kinds[IDLE], free=kinds[FREE])
+        first, last = say.number(cell.first), say.number(cell.last)
+        return "<br>".join([say.HOVER_UNITS.format(name=many.capitalize(), first=first, last=last, counts=words), *lines])
+    if cell.state == NULL:
+        return say.HOVER_NULL.format(name=name.capitalize())
+    if kept and pool.position[cell.first] >= 0:
         start = int(pool.position[cell.first])
         lines.append(say.span(start, start + state.unit))
-    if pool.held[cell.first] and cell.last == cell.first:
+    if pool.held[cell.first]:
         lines.append(say.HOVER_HELD.format(requests=say.count(int(pool.held[cell.first]), *say.REQUESTS)))
-    if place and cell.last == cell.first:
-        lines.append(say.HOVER_PLACE.format(ordinal=say.ordinal(place)))
-    if evicted:
-        lines.append(say.HOVER_EVICTED)
-    return "<br>".join(lines)
-
-
+    if cell.first in places:
+        lines.append(say.HOVER_PLACE.format(ordinal=say.ordinal(places[cell.first])))
+    title = say.HOVER_UNIT.format(name=name.capitalize(), id=say.number(cell.first), state=say.STATE[STATES[cell.state]])
+    return "<br>".join([title, *lines])

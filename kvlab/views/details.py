@@ -40,8 +40,8 @@ class Details:
         """Return it as an HTML card, escaped."""
         c = palette(theme)
         style = (
-            f"background:{c.panel};border:1px solid {c.line};border-radius:8px;padding:{8 * scale:g}px {12 * scale:g}px;color:{c.ink};"
-            f"font:{13 * scale:g}px/1.5 {_html.escape(FONT)}"
+            f"background:{c.panel};border:1px solid {c.line};border-radius:8px;padding:{8 * scale:g}px {12 * scale:g}px;"
+            f"color:{c.ink};font:{13 * scale:g}px/1.5 {_html.escape(FONT)}"
         )
         facts = _html.escape(" · ".join(self.facts))
         typed = f"<div>{_html.escape(say.HOVER_TEXT.format(text=self.text))}</div>" if self.text else ""
@@ -107,10 +107,13 @@ def node_details(state: State, records: Records, node: int, texts: Texts | None 
     stop = start + len(it.tokens)
     names = [_source(int(s)) for s in dict.fromkeys(node_sources(state, node, start, known).tolist())]
     order = eviction_order(state)
-    facts = [say.tokens(len(it.tokens)), say.LOCKED.format(n=say.number(it.lock)) if it.lock else
-             say.EVICTED_PLACE.format(ordinal=say.ordinal(order.index(node) + 1)) if node in order else say.STATE["idle"],
-             say.used(it.hits), say.DETAIL_LAST_USE.format(tick=say.number(it.accessed), made=say.number(it.created))]
-    title = [say.DETAIL_BLOCK.format(name=say.NODES[0].capitalize(), id=say.number(node)), say.span(start, stop), ", ".join(names)]
+    state_of = say.LOCKED.format(n=say.number(it.lock))
+    if node in order:
+        state_of = say.EVICTED_PLACE.format(ordinal=say.ordinal(order.index(node) + 1))
+    last = say.DETAIL_LAST_USE.format(tick=say.number(it.accessed), made=say.number(it.created))
+    facts = [say.tokens(len(it.tokens)), state_of, say.used(it.hits), last]
+    name = say.DETAIL_BLOCK.format(name=say.NODES[0].capitalize(), id=say.number(node))
+    title = [name, say.span(start, stop), ", ".join(names)]
     return Details(" · ".join(title), facts, _typed(texts, _owner(known, it.tokens, start, None), start, stop))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from kvlab.views.palette import Palette, Theme, palette
 from kvlab.views.text import text_width, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from kvlab.trace.recorder import Record
 
 FONT = "Inter, system-ui, 'Segoe UI', 'DejaVu Sans', 'Noto Sans CJK JP', 'Noto Color Emoji', Helvetica, Arial, sans-serif"
+
+CLEAR = "rgba(0,0,0,0)"
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,16 @@ class Frame:
         return 0.8
 
     def figure(
-        self, title: str, subtitle: str, height: float, *, x_title: str, y_title: str = "", axis: bool = True,
-        left: float | None = None, right: float | None = None,
+        self,
+        title: str,
+        subtitle: str,
+        height: float,
+        *,
+        x_title: str,
+        y_title: str = "",
+        axis: bool = True,
+        left: float | None = None,
+        right: float | None = None,
     ) -> go.Figure:
         """Return an empty figure whose plot area is `height` pixels high."""
         c = self.colours
@@ -89,21 +100,54 @@ class Frame:
         fig = go.Figure()
         fig.update_layout(
             font={"family": FONT, "size": self.normal, "color": c.ink},
-            paper_bgcolor=c.background, plot_bgcolor=c.background, showlegend=False, barmode="overlay", bargap=0,
-            hovermode="closest", dragmode=False, autosize=True, height=round(top + height + bottom),
-            hoverlabel={"font": {"size": self.normal, "family": FONT, "color": c.ink}, "bgcolor": c.panel, "bordercolor": c.mute,
-                        "align": "left", "namelength": 0},
+            paper_bgcolor=c.background,
+            plot_bgcolor=c.background,
+            showlegend=False,
+            barmode="overlay",
+            bargap=0,
+            hovermode="closest",
+            dragmode=False,
+            autosize=True,
+            height=round(top + height + bottom),
+            hoverlabel={
+                "font": {"size": self.normal, "family": FONT, "color": c.ink},
+                "bgcolor": c.panel,
+                "bordercolor": c.mute,
+                "align": "left",
+                "namelength": 0,
+            },
             margin={"l": left, "r": right, "t": top, "b": bottom, "pad": 0},
         )
         fig.update_xaxes(
-            **line, visible=axis, ticks="outside" if axis else "", tickcolor=c.mute, ticklen=7 * self.scale,
+            **line,
+            visible=axis,
+            ticks="outside" if axis else "",
+            tickcolor=c.mute,
+            ticklen=7 * self.scale,
             title={"text": x_title, "font": {"size": self.small, "color": c.mute}, "standoff": 4 * self.scale},
         )
-        fig.update_yaxes(**line, showline=False, ticks="", ticklabelstandoff=round(4 * self.scale),
-                         title={"text": y_title, "font": {"size": self.small, "color": c.mute}, "standoff": 2 * self.scale})
+        fig.update_yaxes(
+            **line,
+            showline=False,
+            ticks="",
+            ticklabelstandoff=round(4 * self.scale),
+            title={"text": y_title, "font": {"size": self.small, "color": c.mute}, "standoff": 2 * self.scale},
+        )
         fig.add_annotation(  # plotly's own title cuts its first line off when it has more than one
-            text="<br>".join(lines), xref="paper", yref="paper", x=0, y=1, xanchor="left", yanchor="bottom", align="left",
-            xshift=4 * self.scale - left, yshift=5 * self.scale, showarrow=False, borderpad=0, font={"size": self.big, "color": c.ink})
+            text="<br>".join(lines),
+            xref="paper",
+            yref="paper",
+            x=0,
+            y=1,
+            xanchor="left",
+            yanchor="bottom",
+            align="left",
+            xshift=4 * self.scale - left,
+            yshift=5 * self.scale,
+            showarrow=False,
+            borderpad=0,
+            font={"size": self.big, "color": c.ink},
+        )
         return fig
 
     def _title(self, title: str, subtitle: str) -> list[str]:
@@ -120,8 +164,15 @@ class Frame:
         fig = self.figure(title, "", height, x_title="", axis=False, right=8 * self.scale)
         fig.update_yaxes(visible=False)
         lines = wrap(message, self.plot, self.normal)
-        fig.add_annotation(text="<br>".join(lines), xref="paper", yref="paper", x=0.5, y=0.5, showarrow=False,
-                           font={"size": self.normal + self.scale, "color": self.colours.mute})
+        fig.add_annotation(
+            text="<br>".join(lines),
+            xref="paper",
+            yref="paper",
+            x=0.5,
+            y=0.5,
+            showarrow=False,
+            font={"size": self.normal + self.scale, "color": self.colours.mute},
+        )
         border = {"color": self.colours.line, "width": 1, "dash": "dot"}
         fig.add_shape(type="rect", xref="paper", yref="paper", x0=0, x1=1, y0=0, y1=1, line=border)
         return fig
@@ -149,29 +200,52 @@ class Cells:
     rows: list[tuple[float, float, float, float, str, str, float, str, str, Any]] = field(default_factory=list)
 
     def add(
-        self, x0: float, x1: float, y: float, height: float, fill: str, *, edge: str | None = None, line: float = 1.0,
-        hatch: str = "", hover: str = "", data: Any = None,  # noqa: ANN401 - whatever the click should bring back
+        self,
+        x0: float,
+        x1: float,
+        y: float,
+        height: float,
+        *,
+        fill: str,
+        edge: str | None = None,
+        line: float = 1.0,
+        hatch: str = "",
+        hover: str = "",
+        data: list[Any] | None = None,
     ) -> None:
         """Add the rectangle from `x0` to `x1`, `height` rows high, around row `y`."""
-        self.rows.append((x0, x1 - x0, y, height, fill, edge or fill, line * self.frame.scale if edge else 0.0, hatch, hover, data))
+        self.rows.append(
+            (x0, x1 - x0, y, height, fill, edge or fill, line * self.frame.scale if edge else 0.0, hatch, hover, data)
+        )
 
-    def cell(self, x0: float, x1: float, y: float, height: float, mark: str, source: str | None, **more: Any) -> None:  # noqa: ANN401
+    def cell(
+        self,
+        x0: float,
+        x1: float,
+        y: float,
+        height: float,
+        *,
+        mark: str,
+        source: str | None,
+        hover: str = "",
+        data: list[Any] | None = None,
+    ) -> None:
         """Add a cell with the meaning of the legend: reused, computed, idle, pending, free or null."""
         c = self.frame.colours
         hue = c.hue(source)
         if mark == "reused":
-            self.add(x0, x1, y, height, hue, **more)
+            self.add(x0, x1, y, height, fill=hue, hover=hover, data=data)
         elif mark == "computed":  # the outline first, then its lower half; y runs downwards
-            self.add(x0, x1, y, height, c.background, edge=hue, **more)
-            self.add(x0, x1, y + height / 4, height / 2, hue, **more)
+            self.add(x0, x1, y, height, fill=c.background, edge=hue, hover=hover, data=data)
+            self.add(x0, x1, y + height / 4, height / 2, fill=hue, hover=hover, data=data)
         elif mark == "idle":
-            self.add(x0, x1, y, height, c.faded(source), edge=c.faded_edge(source), **more)
+            self.add(x0, x1, y, height, fill=c.faded(source), edge=c.faded_edge(source), hover=hover, data=data)
         elif mark == "pending":
-            self.add(x0, x1, y, height, c.background, edge=hue, **more)
+            self.add(x0, x1, y, height, fill=c.background, edge=hue, hover=hover, data=data)
         elif mark == "free":
-            self.add(x0, x1, y, height, c.background, edge=c.free, **more)
+            self.add(x0, x1, y, height, fill=c.background, edge=c.free, hover=hover, data=data)
         else:
-            self.add(x0, x1, y, height, c.line, **more)
+            self.add(x0, x1, y, height, fill=c.line, hover=hover, data=data)
 
     def trace(self) -> go.Bar:
         """Return all rectangles as one trace; ``customdata`` holds what each was added with."""
@@ -180,15 +254,23 @@ class Cells:
         )
         marker: dict[str, Any] = {"color": fill, "line": {"color": edge, "width": line}, "cornerradius": 0}
         if any(hatch):
-            marker["pattern"] = {"shape": hatch, "fillmode": "overlay", "fgcolor": self.frame.colours.background, "size": 6 * self.frame.scale}
+            lines = self.frame.colours.background
+            marker["pattern"] = {"shape": hatch, "fillmode": "overlay", "fgcolor": lines, "size": 6 * self.frame.scale}
         return go.Bar(
-            orientation="h", base=base, x=length, y=y, width=height, marker=marker, customdata=data, textposition="none",
-            hovertext=hover, hoverinfo="text", cliponaxis=True,
+            orientation="h",
+            base=base,
+            x=length,
+            y=y,
+            width=height,
+            marker=marker,
+            customdata=data,
+            textposition="none",
+            hovertext=hover,
+            hoverinfo="text",
+            cliponaxis=True,
         )
 
 
 def listed(records: Mapping[str, Record] | Iterable[Record]) -> list[Record]:
     """Return records as a list, in their order."""
-    from collections.abc import Mapping
-
     return list(records.values() if isinstance(records, Mapping) else records)

@@ -54,7 +54,10 @@ def _item(label: str, swatch: str) -> str:
 
 def _cell(size: float, *, edge: str, fill: str = "none", half: str = "", cross: str = "", width: float = 1.2) -> str:
     inner = f'<path d="M0 8H16V16H0Z" fill="{half}"/>' if half else ""
-    inner += f'<rect x="1" y="1" width="14" height="14" fill="{fill}" stroke="{edge}" stroke-width="{width}"/>' if not half else (
-        f'<rect x=".6" y=".6" width="14.8" height="14.8" fill="none" stroke="{edge}" stroke-width="{width}"/>')
+    inner += (
+        f'<rect x="1" y="1" width="14" height="14" fill="{fill}" stroke="{edge}" stroke-width="{width}"/>'
+        if not half
+        else (f'<rect x=".6" y=".6" width="14.8" height="14.8" fill="none" stroke="{edge}" stroke-width="{width}"/>')
+    )
     inner += f'<path d="M5 5L11 11M11 5L5 11" stroke="{cross}" stroke-width="2"/>' if cross else ""
     return f'<svg width="{size:g}" height="{size:g}" viewBox="0 0 16 16" aria-hidden="true">{inner}</svg>'

@@ -81,21 +81,21 @@ def units(state: State, records: Sequence[Record]) -> Units:
     for node, start in depths(state):
         if node == ROOT:
             continue
-        at = np.asarray(state.nodes[node].slots, np.int64)
-        position[at] = np.arange(start, start + len(at))
-        source[at] = node_sources(state, node, start, records, known)
-        kind[np.unique(at // size)] = USED if state.nodes[node].lock else IDLE
+        own = np.asarray(state.nodes[node].slots, np.int64)
+        position[own] = np.arange(start, start + len(own))
+        source[own] = node_sources(state, node, start, records, known)
+        kind[np.unique(own // size)] = USED if state.nodes[node].lock else IDLE
     for row in state.rows.values():
         if not len(row.slots):
             continue
-        at = row.slots
-        position[at] = np.arange(len(at))
-        source[at] = _row_sources(row, known)[: len(at)]
-        holds = np.unique(at // size)
+        own = row.slots
+        position[own] = np.arange(len(own))
+        source[own] = _row_sources(row, known)[: len(own)]
+        holds = np.unique(own // size)
         kind[holds] = USED
         held[holds] += 1
-        found[np.unique(at[: row.hit] // size)] = True
-        made[np.unique(at[row.hit :] // size)] = True
+        found[np.unique(own[: row.hit] // size)] = True
+        made[np.unique(own[row.hit :] // size)] = True
     per_unit = position.reshape(-1, size)
     first = np.where(per_unit >= 0, per_unit, np.iinfo(np.int32).max).min(axis=1)
     first[first == np.iinfo(np.int32).max] = -1

@@ -11,6 +11,7 @@ from typing import Literal
 
 Theme = Literal["light", "dark"]
 
+
 @dataclass(frozen=True, slots=True)
 class Palette:
     """Colours of one theme, all ``#rrggbb``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvlab.cache.eviction import eviction_key
 from kvlab.cache.state import ROOT
 from kvlab.prompts import SOURCES
 from kvlab.views import strings as say
-from kvlab.views.frame import Cells, Frame, listed, tick_step
+from kvlab.views.frame import CLEAR, Cells, Frame, listed, tick_step
 from kvlab.views.ownership import depths, node_sources, sources
 from kvlab.views.text import text_width
 
@@ -112,13 +113,19 @@ def radix_tree(
     remembered = {record.id: sources(record) for record in known}
     for id, place in places.items():
         node, source = state.nodes[id], node_sources(state, id, place.start, known, remembered)
-        _node(cells, frame, node, place, source, order, selected=id == selected)
-        hue = SOURCES[source[0]] if source[0] >= 0 else None
-        _label(fig, frame, node, place, order, pixels, frame.colours.hue(hue) if node.lock else frame.colours.faded(hue), leaf=id in leaves)
+        facts, hue = _facts(node, order), SOURCES[source[0]] if source[0] >= 0 else None
+        hover = say.HOVER_NODE.format(id=id, span=say.span(place.start, place.stop)) + "<br>" + " · ".join(facts)
+        _node(cells, node, place, source, hover=hover, selected=id == selected)
+        fill = frame.colours.hue(hue) if node.lock else frame.colours.faded(hue)
+        if id in leaves:
+            _end_label(fig, frame, place, facts[1:])
+            facts = facts[:1]
+        _inner_label(fig, frame, place, _fitting(facts, (place.stop - place.start) * pixels - 14 * scale, frame.small), fill)
     fig.add_trace(cells.trace())
     if hidden:
-        fig.add_annotation(x=0, xanchor="left", y=rows - 0.7, showarrow=False, text=say.MORE_NODES.format(n=say.number(hidden), nodes=say.NODES[hidden > 1]),
-                           font={"size": frame.small, "color": frame.colours.mute})
+        more = say.MORE_NODES.format(n=say.number(hidden), nodes=say.NODES[hidden > 1])
+        font = {"size": frame.small, "color": frame.colours.mute}
+        fig.add_annotation(x=0, xanchor="left", y=rows - 0.7, showarrow=False, text=more, font=font)
     return fig
 
 
@@ -148,17 +155,19 @@ def table(state: State | None, records: Records) -> list[dict[str, Any]]:
             continue
         node = state.nodes[id]
         names = [SOURCES[s] if s >= 0 else "unknown" for s in dict.fromkeys(node_sources(state, id, start, known).tolist())]
-        out.append({
-            say.COLUMN["node"]: id,
-            say.COLUMN["parent"]: None if node.parent == ROOT else node.parent,
-            say.COLUMN["first"]: start,
-            say.COLUMN["last"]: start + len(node.tokens) - 1,
-            say.COLUMN["tokens"]: len(node.tokens),
-            say.COLUMN["source"]: ", ".join(say.SOURCE[name] for name in names),
-            say.COLUMN["locks"]: node.lock,
-            say.COLUMN["hits"]: node.hits,
-            say.COLUMN["evicted"]: say.ordinal(order[id]) if id in order else None,
-        })
+        out.append(
+            {
+                say.COLUMN["node"]: id,
+                say.COLUMN["parent"]: None if node.parent == ROOT else node.parent,
+                say.COLUMN["first"]: start,
+                say.COLUMN["last"]: start + len(node.tokens) - 1,
+                say.COLUMN["tokens"]: len(node.tokens),
+                say.COLUMN["source"]: ", ".join(say.SOURCE[name] for name in names),
+                say.COLUMN["locks"]: node.lock,
+                say.COLUMN["hits"]: node.hits,
+                say.COLUMN["evicted"]: say.ordinal(order[id]) if id in order else None,
+            }
+        )
     return out
 
 
@@ -168,7 +177,7 @@ def _layout(state: State, max_leaves: int) -> tuple[dict[int, _Place], list[int]
     starts = dict(depths(state))
     leaves = [id for id in starts if id != ROOT and not state.nodes[id].children]
     if len(leaves) > max_leaves:
-        newest = sorted(leaves, key=lambda id: (state.nodes[id].lock, state.nodes[id].accessed))[-max_leaves:]
+        newest = sorted(leaves, key=lambda leaf: (state.nodes[leaf].lock, state.nodes[leaf].accessed))[-max_leaves:]
         leaves = [id for id in leaves if id in set(newest)]
     places: dict[int, _Place] = {}
     for row, leaf in enumerate(leaves):
@@ -201,23 +210,21 @@ def _connect(fig: go.Figure, frame: Frame, state: State, places: dict[int, _Plac
         xs += [place.stop, place.stop, None]
         ys += [min(ends), max(ends), None]
     line = {"color": frame.colours.mute, "width": 2 * frame.scale}
-    fig.add_trace(go.Scatter(x=np.array(xs, float), y=np.array(ys, float), mode="lines", line=line, hoverinfo="skip", cliponaxis=False))
+    fig.add_trace(
+        go.Scatter(x=np.array(xs, float), y=np.array(ys, float), mode="lines", line=line, hoverinfo="skip", cliponaxis=False)
+    )
 
 
-def _node(cells: Cells, frame: Frame, node: Node, place: _Place, source: np.ndarray, order: dict[int, int], *, selected: bool) -> None:
+def _node(cells: Cells, node: Node, place: _Place, source: np.ndarray, *, hover: str, selected: bool) -> None:
     """Draw a node as a bar in the hues of its tokens; its outline says that it is one."""
     edges = [0, *(np.flatnonzero(source[1:] != source[:-1]) + 1).tolist(), len(source)]
-    where = {"hover": _hover(node, place, order), "data": [node.id, place.start, place.stop]}
-    height = frame.bar * 0.9
-    for a, b in zip(edges, edges[1:], strict=False):
+    frame, data = cells.frame, [node.id, place.start, place.stop]
+    mark, height = "reused" if node.lock else "idle", frame.bar * 0.9
+    for a, b in pairwise(edges):
         name = SOURCES[source[a]] if source[a] >= 0 else None
-        cells.cell(place.start + a, place.start + b, place.y, height, "reused" if node.lock else "idle", name, **where)
+        cells.cell(place.start + a, place.start + b, place.y, height, mark=mark, source=name, hover=hover, data=data)
     edge, line = (frame.colours.ink, 3.0) if selected else (frame.colours.background, 1.5)
-    cells.add(place.start, place.stop, place.y, height + 0.06, "rgba(0,0,0,0)", edge=edge, line=line, **where)
-
-
-def _hover(node: Node, place: _Place, order: dict[int, int]) -> str:
-    return say.HOVER_NODE.format(id=node.id, span=say.span(place.start, place.stop)) + "<br>" + " · ".join(_facts(node, order))
+    cells.add(place.start, place.stop, place.y, height + 0.06, fill=CLEAR, edge=edge, line=line, hover=hover, data=data)
 
 
 def _facts(node: Node, order: dict[int, int]) -> list[str]:
@@ -230,20 +237,22 @@ def _facts(node: Node, order: dict[int, int]) -> list[str]:
     return [*out, say.used(node.hits)]
 
 
-def _label(
-    fig: go.Figure, frame: Frame, node: Node, place: _Place, order: dict[int, int], pixels: float, fill: str, *, leaf: bool
-) -> None:
-    """Write into a bar what fits; a leaf's place in the queue stands at the end of its row, where nothing else stands."""
-    size, facts = frame.small, _facts(node, order)
-    if leaf:
-        fig.add_annotation(xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=place.y, showarrow=False,
-                           text=", ".join(_fitting(facts[1:], frame.right - 10 * frame.scale, size)),
-                           font={"size": size, "color": frame.colours.ink})
-        facts = facts[:1]
-    inside = _fitting(facts, (place.stop - place.start) * pixels - 14 * frame.scale, size)
-    if inside:
-        fig.add_annotation(x=place.start, xanchor="left", xshift=6 * frame.scale, y=place.y, text=f"<b>{' · '.join(inside)}</b>",
-                           showarrow=False, font={"size": size, "color": frame.colours.on(fill)})
+def _end_label(fig: go.Figure, frame: Frame, place: _Place, facts: list[str]) -> None:
+    """Say at the end of a leaf's row, where nothing else stands, when it would be evicted."""
+    text = ", ".join(_fitting(facts, frame.right - 10 * frame.scale, frame.small))
+    font = {"size": frame.small, "color": frame.colours.ink}
+    fig.add_annotation(
+        xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=place.y, showarrow=False, text=text, font=font
+    )
+
+
+def _inner_label(fig: go.Figure, frame: Frame, place: _Place, facts: list[str], fill: str) -> None:
+    """Write `facts` into a bar."""
+    if facts:
+        text, font = f"<b>{' · '.join(facts)}</b>", {"size": frame.small, "color": frame.colours.on(fill)}
+        fig.add_annotation(
+            x=place.start, xanchor="left", xshift=6 * frame.scale, y=place.y, text=text, showarrow=False, font=font
+        )
 
 
 def _fitting(facts: list[str], pixels: float, size: float) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,42 +72,42 @@ def prompt_ribbon(
     plotly Figure
         ``customdata`` of a cell is [id, start, stop].
     """
-    shown = listed(records)[-max_rows:]
-    hidden = len(listed(records)) - len(shown)
+    rows = listed(records)
+    shown = rows[-max_rows:]
     frame = Frame(theme, scale, width)
-    title, subtitle = say.POLICY[policy], say.RIBBON_NONE if policy == "none" else say.RIBBON_MATCHES.format(units=say.units(policy, unit))
+    title = say.POLICY[policy]
+    subtitle = say.RIBBON_NONE if policy == "none" else say.RIBBON_MATCHES.format(units=say.units(policy, unit))
     if not shown:
         return frame.empty(title, say.EMPTY, 3 * frame.row)
-    if hidden:
-        subtitle += " · " + say.MORE_REQUESTS.format(n=say.number(hidden))
-    start, stop = window or (0, max(span or 0, *(len(r.tokens) for r in shown), 1))
+    if len(rows) > len(shown):
+        subtitle += " · " + say.MORE_REQUESTS.format(n=say.number(len(rows) - len(shown)))
     fig = frame.figure(title, subtitle, len(shown) * frame.row, x_title=say.RIBBON_X, y_title=say.RIBBON_Y)
     frame.rows(fig, [escape(fit(r.id, frame.left - 26 * scale, frame.small)) for r in shown])
-    _grid(fig, frame, start, stop, unit)
+    start, stop = window or (0, max(span or 0, *(len(r.tokens) for r in shown), 1))
+    ruler = _Ruler(frame, start, stop, unit, policy)
+    _grid(fig, ruler)
 
-    per_token = frame.plot / (stop - start)
-    single = per_token >= TOKEN_PIXELS * scale
     cells = Cells(frame)
+    framed = selected or {}
     for y, record in enumerate(shown):
-        text = (texts or {}).get(record.id)
-        for a, b in _runs(record, start, stop, _written(record, state), single=single):
+        text = (texts or {}).get(record.id, ())
+        for a, b in _runs(record, ruler, _written(record, state)):
             mark, source = _mark(record, a, state), record.source(a)
-            hover = _hover(record, a, b, mark, source, unit, policy, text)
-            cells.cell(a, b, y, frame.bar, mark, source, hover=hover, data=[record.id, a, b])
-            if text and single and a < len(text):
-                _token_text(fig, frame, y, a, text[a], mark, source, per_token)
-        _row_label(fig, frame, y, record, (start, stop), (selected or {}).get(record.id), texts=bool(text) and single)
+            hover = _hover(record, a, b, mark, ruler, "".join(text[a:b]))
+            cells.cell(a, b, y, frame.bar, mark=mark, source=source, hover=hover, data=[record.id, a, b])
+            if ruler.single and a < len(text):
+                _token_text(fig, ruler, (a, y), text[a], mark=mark, source=source)
+        if record.cached_tokens is None:
+            room = frame.plot + frame.right - 20 * scale
+            _note(fig, ruler, (start, y), record, fit(unadmitted(record), room, frame.small))
+            continue
+        _end_label(fig, frame, y, record)
+        if not (text and ruler.single):  # the cells are full of text already
+            _hit_label(fig, ruler, y, record, framed.get(record.id))
     fig.add_trace(cells.trace())
-    _unit_lines(fig, frame, shown, start, stop, unit, per_token)
+    _unit_lines(fig, ruler, shown)
     for y, record in enumerate(shown):
-        if record.cached_tokens and start < record.cached_tokens <= stop:
-            boundary = {"color": frame.colours.ink, "width": 3 * scale}
-            fig.add_shape(type="line", x0=record.cached_tokens, x1=record.cached_tokens, y0=y - 0.48, y1=y + 0.48, line=boundary)
-        if selected and record.id in selected:
-            a, b = selected[record.id]
-            edge = {"color": frame.colours.ink, "width": 2.5 * scale}
-            if a < stop and b > start:
-                fig.add_shape(type="rect", x0=max(a, start), x1=min(b, stop), y0=y - 0.44, y1=y + 0.44, line=edge)
+        _boundary(fig, ruler, y, record, framed.get(record.id))
     return fig
 
 
@@ -114,8 +116,8 @@ def summary(records: Records, unit: int, *, policy: str, instead_of: Mapping[str
     rows = listed(records)
     if not rows:
         return say.EMPTY
-    out = [f"{say.POLICY[policy]} {say.RIBBON_NONE}." if policy == "none"
-           else say.SUMMARY_RIBBON.format(policy=say.POLICY[policy], units=say.units(policy, unit))]
+    matches = say.RIBBON_NONE if policy == "none" else say.RIBBON_MATCHES.format(units=say.units(policy, unit))
+    out = [f"{say.POLICY[policy]} {matches}."]
     out += [say.SUMMARY_ROW.format(id=r.id, sentence=sentence(r, (instead_of or {}).get(r.id))) for r in rows]
     return " ".join(out)
 
@@ -166,6 +168,27 @@ def window_around(position: int, *, width: float = 1010, scale: float = 1.0) -> 
 
 
 # ------------------------------------------------------------------ parts of the picture
+@dataclass(frozen=True)
+class _Ruler:
+    """The x axis: tokens [start, stop) on the frame's width, cut into units."""
+
+    frame: Frame
+    start: int
+    stop: int
+    unit: int
+    policy: str
+
+    @property
+    def per_token(self) -> float:
+        """Pixels of a token."""
+        return self.frame.plot / (self.stop - self.start)
+
+    @property
+    def single(self) -> bool:
+        """Every token gets a cell of its own."""
+        return self.per_token >= TOKEN_PIXELS * self.frame.scale
+
+
 def _written(record: Record, state: State | None) -> int:
     """Return how many tokens of a request have their K/V: all, unless `state` knows better."""
     if record.cached_tokens is None:
@@ -180,100 +203,126 @@ def _mark(record: Record, position: int, state: State | None) -> str:
     return "computed" if position < _written(record, state) else "pending"
 
 
-def _runs(record: Record, start: int, stop: int, written: int, *, single: bool) -> Iterator[tuple[int, int]]:
-    """Yield the stretches of [start, stop) whose cells look alike; single tokens where each gets a cell."""
-    stop = min(stop, len(record.tokens))
-    if single:
+def _runs(record: Record, ruler: _Ruler, written: int) -> Iterator[tuple[int, int]]:
+    """Yield the stretches in sight whose cells look alike; single tokens where each gets a cell."""
+    start, stop = ruler.start, min(ruler.stop, len(record.tokens))
+    if ruler.single:
         yield from ((i, i + 1) for i in range(start, stop))
         return
     cuts = {start, stop, record.prompt_tokens, record.cached_tokens or 0, written}
     cuts |= {edge for part in record.parts for edge in (part.start, part.stop)}
-    edges = sorted(cut for cut in cuts if start <= cut <= stop)
-    yield from zip(edges, edges[1:], strict=False)
+    yield from pairwise(sorted(cut for cut in cuts if start <= cut <= stop))
 
 
-def _hover(record: Record, a: int, b: int, mark: str, source: str, unit: int, policy: str, text: Sequence[str] | None) -> str:
-    words = {"id": escape(record.id), "source": say.SOURCE[source], "mark": say.MARK[mark]}
+def _hover(record: Record, a: int, b: int, mark: str, ruler: _Ruler, typed: str) -> str:  # noqa: PLR0917 - what a cell is
+    words = {"id": escape(record.id), "source": say.SOURCE[record.source(a)], "mark": say.MARK[mark]}
     if b - a == 1:
-        out = say.HOVER_TOKEN.format(position=say.number(a), **words)
-        if unit > 1:
-            out += "<br>" + say.HOVER_BLOCK.format(unit=say.UNIT[policy][0], block=say.number(a // unit))
+        out = say.HOVER_ONE.format(position=say.number(a), **words)
+        if ruler.unit > 1:
+            out += "<br>" + say.HOVER_BLOCK.format(unit=say.UNIT[ruler.policy][0], block=say.number(a // ruler.unit))
     else:
         out = say.HOVER_RUN.format(span=say.span(a, b), **words)
-    typed = "".join(text[a:b]) if text else ""
     return out + "<br>" + say.HOVER_TEXT.format(text=show(excerpt(typed))) if typed else out
 
 
-def _grid(fig: go.Figure, frame: Frame, start: int, stop: int, unit: int) -> None:
+def _grid(fig: go.Figure, ruler: _Ruler) -> None:
     """Label the x axis in round numbers; a small tick at every unit says how long the engine's ruler is."""
-    per_token = frame.plot / (stop - start)
-    step = max(1, round(tick_step(stop - start, frame.plot, 70 * frame.scale)))
-    minor = unit if unit > 1 or per_token >= 4 else step  # ticks of one token each would be a black band
-    while minor * per_token < 3:
+    frame, span = ruler.frame, ruler.stop - ruler.start
+    step = max(1, round(tick_step(span, frame.plot, 70 * frame.scale)))
+    minor = ruler.unit if ruler.unit > 1 or ruler.per_token >= 4 else step  # ticks of one token each would be a black band
+    while minor * ruler.per_token < 3:
         minor *= 2
-    fig.update_xaxes(range=[start, stop], dtick=step, tick0=0, tickformat=",d",
-                     minor={"dtick": minor, "tick0": 0, "ticks": "outside", "ticklen": 4 * frame.scale, "tickcolor": frame.colours.mute})
+    ticks = {"dtick": minor, "tick0": 0, "ticks": "outside", "ticklen": 4 * frame.scale, "tickcolor": frame.colours.mute}
+    fig.update_xaxes(range=[ruler.start, ruler.stop], dtick=step, tick0=0, tickformat=",d", minor=ticks)
 
 
-def _unit_lines(fig: go.Figure, frame: Frame, shown: list[Record], start: int, stop: int, unit: int, per_token: float) -> None:
+def _unit_lines(fig: go.Figure, ruler: _Ruler, shown: list[Record]) -> None:
     """Cut the bars at every unit, as the engine does, where the lines would not blot them out."""
-    if unit * per_token < GRID_PIXELS * frame.scale or (unit == 1 and per_token < TOKEN_PIXELS * frame.scale):
+    unit, scale = ruler.unit, ruler.frame.scale
+    if unit * ruler.per_token < GRID_PIXELS * scale or (unit == 1 and not ruler.single):
         return
     xs: list[float | None] = []
     ys: list[float | None] = []
-    half = frame.bar / 2
+    half = ruler.frame.bar / 2
     for y, record in enumerate(shown):
         if record.cached_tokens is None:
             continue
-        for x in range(-(-start // unit) * unit, min(stop, len(record.tokens)) + 1, unit):
+        for x in range(-(-ruler.start // unit) * unit, min(ruler.stop, len(record.tokens)) + 1, unit):
             xs += [x, x, None]
             ys += [y - half if x <= record.cached_tokens else y, y + half, None]
-    line = {"color": frame.colours.background, "width": 1 if unit > 1 else 2}
+    line = {"color": ruler.frame.colours.background, "width": 1 if unit > 1 else 2}
     fig.add_trace(go.Scatter(x=np.array(xs, np.float32), y=np.array(ys, np.float32), mode="lines", line=line, hoverinfo="skip"))
 
 
-def _row_label(
-    fig: go.Figure, frame: Frame, y: int, record: Record, window: tuple[int, int], framed: tuple[int, int] | None, *, texts: bool
-) -> None:
-    """Say what was reused beside the line where the match ends, and what was computed at the end of the row."""
-    c, size, hit, (start, stop) = frame.colours, frame.small, record.cached_tokens, window
-    if hit is None:
-        room = frame.plot + frame.right - 20 * frame.scale
-        _note(fig, frame, y, start, record, fit(unadmitted(record), room, size), window)
-        return
-    computed = say.COMPUTED.format(n=say.number(record.prompt_tokens - hit))
+def _boundary(fig: go.Figure, ruler: _Ruler, y: int, record: Record, framed: tuple[int, int] | None) -> None:
+    """Draw the line where the match ends, and the frame around what is selected."""
+    c, scale, hit = ruler.frame.colours, ruler.frame.scale, record.cached_tokens
+    if hit and ruler.start < hit <= ruler.stop:
+        fig.add_shape(type="line", x0=hit, x1=hit, y0=y - 0.48, y1=y + 0.48, line={"color": c.ink, "width": 3 * scale})
+    if framed and framed[0] < ruler.stop and framed[1] > ruler.start:
+        a, b = max(framed[0], ruler.start), min(framed[1], ruler.stop)
+        fig.add_shape(type="rect", x0=a, x1=b, y0=y - 0.44, y1=y + 0.44, line={"color": c.ink, "width": 2.5 * scale})
+
+
+def _end_label(fig: go.Figure, frame: Frame, y: int, record: Record) -> None:
+    """Say at the end of the row how much was computed, and how long that took."""
+    text = say.COMPUTED.format(n=say.number(record.prompt_tokens - (record.cached_tokens or 0)))
     if record.first_token is not None:
-        computed = say.RIBBON_END.format(computed=computed, seconds=say.seconds(record.prefill_seconds))
-    fig.add_annotation(xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=y, showarrow=False,
-                       text=fit(computed, frame.right - 10 * frame.scale, size), font={"size": size, "color": c.ink})
-    if texts or hit > stop or (start and hit < start):  # the cells are full of text already, or the line is elsewhere
+        text = say.RIBBON_END.format(computed=text, seconds=say.seconds(record.prefill_seconds))
+    text, font = fit(text, frame.right - 10 * frame.scale, frame.small), {"size": frame.small, "color": frame.colours.ink}
+    fig.add_annotation(xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=y, showarrow=False, text=text, font=font)
+
+
+def _hit_label(fig: go.Figure, ruler: _Ruler, y: int, record: Record, framed: tuple[int, int] | None) -> None:
+    """Say how much was reused beside the line where the match ends."""
+    frame, hit = ruler.frame, record.cached_tokens or 0
+    if not ruler.start <= hit <= ruler.stop:
         return
     label = say.REUSED.format(n=say.number(hit)) if hit else say.NOTHING_REUSED
     at = framed[0] if framed and framed[0] < hit <= framed[1] else hit  # beside what is selected, not over it
-    if hit and text_width(label, size, bold=True) + 14 * frame.scale <= (at - start) * frame.plot / (stop - start):
-        hue = c.hue(record.source(hit - 1))
-        pad = (frame.row * frame.bar - size * 1.4) / 2 - 1  # as high as the bar, to keep the grid out of the words
-        fig.add_annotation(x=at, xanchor="right", xshift=-2 * frame.scale, y=y, text=f"<b>{label}</b>", showarrow=False,
-                           font={"size": size, "color": c.on(hue)}, bgcolor=hue, borderpad=pad)
-    else:
-        _note(fig, frame, y, hit, record, label, window)
-
-
-def _note(fig: go.Figure, frame: Frame, y: int, x: float, record: Record, text: str, window: tuple[int, int]) -> None:
-    """Write into the empty upper half of the cells from `x` on, or behind a row that is too short for that."""
-    start, stop = window
-    end = min(len(record.tokens), stop)
-    inside = text_width(text, frame.small) + 10 * frame.scale <= (end - x) * frame.plot / (stop - start)
-    fig.add_annotation(x=x if inside else end, xanchor="left", xshift=4 * frame.scale, y=y - frame.bar / 4 if inside else y, text=escape(text),
-                       yshift=-frame.scale, showarrow=False, font={"size": frame.small, "color": frame.colours.ink}, borderpad=0,
-                       bgcolor=frame.colours.background if inside else None)
-
-
-def _token_text(fig: go.Figure, frame: Frame, y: int, a: int, text: str, mark: str, source: str, per_token: float) -> None:
-    shown = fit(visible(text), per_token - 4 * frame.scale, frame.small)
-    if not shown:
+    if not hit or text_width(label, frame.small, bold=True) + 14 * frame.scale > (at - ruler.start) * ruler.per_token:
+        _note(fig, ruler, (hit, y), record, label)
         return
+    hue = frame.colours.hue(record.source(hit - 1))
+    fig.add_annotation(
+        x=at,
+        xanchor="right",
+        xshift=-2 * frame.scale,
+        y=y,
+        text=f"<b>{label}</b>",
+        showarrow=False,
+        font={"size": frame.small, "color": frame.colours.on(hue)},
+        bgcolor=hue,
+        borderpad=(frame.row * frame.bar - frame.small * 1.4) / 2 - 1,  # as high as the bar, to keep the grid out of the words
+    )
+
+
+def _note(fig: go.Figure, ruler: _Ruler, at: tuple[float, int], record: Record, text: str) -> None:
+    """Write into the empty upper half of the cells from `at` on, or behind a row that is too short for that."""
+    frame, (x, y) = ruler.frame, at
+    end = min(len(record.tokens), ruler.stop)
+    reach = x + (text_width(text, frame.small) + 10 * frame.scale) / ruler.per_token
+    inside = reach <= end
+    crosses = inside and any(x < edge < reach for part in record.parts for edge in (part.start, part.stop))
+    fig.add_annotation(
+        x=x if inside else end,
+        xanchor="left",
+        xshift=4 * frame.scale,
+        y=y - frame.bar / 4 if inside else y,
+        text=escape(text),
+        showarrow=False,
+        font={"size": frame.small, "color": frame.colours.ink},
+        bgcolor=frame.colours.background if crosses else None,  # no edge runs through the words
+        borderpad=0,
+    )
+
+
+def _token_text(fig: go.Figure, ruler: _Ruler, at: tuple[int, int], text: str, *, mark: str, source: str) -> None:
+    """Write a token's text into its cell: over the fill where it was reused, else into the empty upper half."""
+    frame, (x, y) = ruler.frame, at
+    shown = fit(visible(text), ruler.per_token - 4 * frame.scale, frame.small)
     c = frame.colours
-    upper = mark == "computed"
-    fig.add_annotation(x=a + 0.5, y=y - frame.bar / 4 if upper else y, text=escape(shown), showarrow=False, borderpad=0,
-                       font={"size": frame.small, "color": c.on(c.hue(source)) if mark == "reused" else c.ink})
+    font = {"size": frame.small, "color": c.on(c.hue(source)) if mark == "reused" else c.ink}
+    above = y - frame.bar / 4 if mark == "computed" else y
+    if shown:
+        fig.add_annotation(x=x + 0.5, y=above, text=escape(shown), showarrow=False, borderpad=0, font=font)

@@ -76,8 +76,8 @@ def used(times: int) -> str:
 
 
 def span(start: int, stop: int) -> str:
-    """Return "tokens 976–991" for positions [976, 992)."""
-    return f"token {start:,}" if stop - start == 1 else f"tokens {start:,}–{stop - 1:,}"
+    """Return the first and last of positions [start, stop)."""
+    return f"token {start:,}" if stop - start == 1 else f"tokens {start:,}–{stop - 1:,}"  # noqa: RUF001 - a range has an en dash
 
 
 def unit(policy: str, size: int) -> str:
@@ -113,7 +113,7 @@ PREFILLING = "prefill under way"
 COMPUTED = "{n} computed"
 RIBBON_END = "{computed} in {seconds}"
 HOVER_RUN = "Request {id}: {span}, {source}, {mark}"
-HOVER_TOKEN = "Request {id}, token {position}: {source}, {mark}"
+HOVER_ONE = "Request {id}, token {position}: {source}, {mark}"
 HOVER_BLOCK = "{unit} {block} of the prompt"
 HOVER_TEXT = "“{text}”"
 
@@ -131,7 +131,6 @@ HEADLINE_INSTEAD = "{time} instead of {full}"
 HEADLINE_POLICY = "{time} in {policy}"
 HEADLINE_ANSWER = " The answer of {tokens} takes {times}: decode computes every token anew."
 SUMMARY_ROW = "Request {id}: {sentence}."
-SUMMARY_RIBBON = "{policy} matches {units}."
 
 WHY_WAITS = "It has no slot yet, so nothing was looked up."
 WHY_REASON = "It was refused: {reason}"
@@ -139,8 +138,10 @@ WHY_REFUSED = "The pool has no room for it, so it computed nothing."
 WHY_ENDED = "It ended before it was looked up."
 WHY_NONE = "Without prefix caching nothing is kept for the next request, so all {total} are computed."
 WHY_SKIPPED = "This request does not read the cache, so all {total} are computed."
-WHY_LAST = "All of it is cached, but the last token is always computed: K and V are kept, the logits that choose the next token are not."
-WHY_LAST_UNIT = " Of the {n} before it, {split}."
+WHY_LAST = (
+    "All of it is cached, but the last token is always computed: K and V are kept, the logits that choose the next token are not."
+)
+WHY_LAST_UNIT = " Before it stand {split}; only whole {units} are kept."
 WHY_SPLIT = "{n} = {units} of {size} and {left} left over"
 WHY_WHOLE = "{n} = {units} of {size}"
 WHY_BELOW = "The prompt has only {total}, less than one {unit}."

@@ -64,7 +64,8 @@ def headline(records: Mapping[str, Record], instead_of: Mapping[str, float] | No
         if record.cached_tokens is None:
             hits.append(say.HEADLINE_WAITS.format(**words))
             continue
-        text = say.HEADLINE_FIRST if total is None else say.HEADLINE_NEXT if total == record.prompt_tokens else say.HEADLINE_NEXT_OTHER
+        other = say.HEADLINE_NEXT if total == record.prompt_tokens else say.HEADLINE_NEXT_OTHER
+        text = say.HEADLINE_FIRST if total is None else other
         total = record.prompt_tokens
         hits.append(text.format(hit=say.number(record.cached_tokens), **words))
     out = say.HEADLINE.format(id=first.id) + ", ".join(hits) + "."
@@ -109,12 +110,13 @@ def why(record: Record, unit: int, policy: str, others: Iterable[Record] | None 
     if record.stopped == "end":
         return say.WHY_END.format(**words)
     if record.stopped == "last_token":
-        before = say.WHY_LAST_UNIT.format(n=say.number(total - 1), split=_split(total - 1, unit, policy)) if unit > 1 else ""
+        before = say.WHY_LAST_UNIT.format(split=_split(total - 1, unit, policy), units=many) if unit > 1 else ""
         return say.WHY_LAST + before
     if record.stopped == "unit":
-        left = total - hit
-        text = say.WHY_BELOW if not hit else say.WHY_UNIT_ONE if left == 1 else say.WHY_UNIT
-        return text.format(split=_split(total, unit, policy), left=say.number(left), **{**words, "unit": one if hit else words["unit"]})
+        if not hit:
+            return say.WHY_BELOW.format(**words)
+        text = say.WHY_UNIT_ONE if total - hit == 1 else say.WHY_UNIT
+        return text.format(split=_split(total, unit, policy), left=say.number(total - hit), unit=one, units=many)
     return _diverged(record, hit, unit, policy, others)
 
 
@@ -148,8 +150,8 @@ def _diverged(record: Record, hit: int, unit: int, policy: str, others: Iterable
 def _split(tokens: int, unit: int, policy: str) -> str:
     """Return "1,000 = 62 blocks of 16 and 8 left over"."""
     whole, left = divmod(tokens, unit)
-    text = say.WHY_SPLIT if left else say.WHY_WHOLE
-    return text.format(n=say.number(tokens), units=say.count(whole, *say.UNIT[policy]), size=say.number(unit), left=say.number(left))
+    text, units = say.WHY_SPLIT if left else say.WHY_WHOLE, say.count(whole, *say.UNIT[policy])
+    return text.format(n=say.number(tokens), units=units, size=say.number(unit), left=say.number(left))
 
 
 def before(other: Record, record: Record) -> bool:

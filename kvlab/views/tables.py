@@ -35,7 +35,8 @@ def html(rows: Sequence[dict[str, Any]], theme: Theme = "light", scale: float = 
     more = f"<p>{say.MORE_ROWS.format(n=say.number(len(rows) - max_rows))}</p>" if len(rows) > max_rows else ""
     return (
         f'<div class="kvlab-table tex2jax_ignore mathjax_ignore" style="overflow-x:auto;{style}">'
-        f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}</div>'
+        f'<table style="border-collapse:collapse;color:inherit;font:inherit"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table>{more}</div>"
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from plotly.subplots import make_subplots
 
 from kvlab.views import strings as say
-from kvlab.views.frame import Cells, Frame, listed, tick_step
+from kvlab.views.clock import Clock, ended
+from kvlab.views.frame import CLEAR, Cells, Frame, listed, tick_step
 from kvlab.views.text import escape, fit, text_width
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     Records = Mapping[str, Record] | Iterable[Record]
 
 MAX_ROWS = 10
-CUT, KEPT = 0.06, 0.015  # idle times longer than CUT of all work are shortened to KEPT of it
 
 
 class _Span(NamedTuple):
@@ -82,18 +80,32 @@ def timeline(
     if not shown:
         return frame.empty(title, say.EMPTY_TIME, 3 * frame.row)
     mixed = {id for step in steps if step.estimated for id in (*step.prefilled, *step.decoded)}
-    clock = _Clock.of(shown, steps)
+    clock = Clock.of(shown, steps)
     spans = [_span(r, clock, (ghosts or {}).get(r.id, 0.0), estimated=r.estimated or r.id in mixed) for r in shown]
     subtitle = say.TIME_SUB if any(s.estimated for s in spans) else say.TIME_SUB_SHORT
     if len(rows) > len(shown):
         subtitle += " · " + say.MORE_REQUESTS.format(n=say.number(len(rows) - len(shown)))
-    fig = frame.figure(title, subtitle, len(spans) * frame.row, x_title=say.TIME_X_CUT if clock.cuts else say.TIME_X,
-                       y_title=say.RIBBON_Y, right=12 * scale)
+    fig = frame.figure(
+        title,
+        subtitle,
+        len(spans) * frame.row,
+        x_title=say.TIME_X_CUT if clock.cuts else say.TIME_X,
+        y_title=say.RIBBON_Y,
+        right=12 * scale,
+    )
     frame.rows(fig, [escape(fit(s.id, frame.left - 26 * scale, frame.small)) for s in spans])
     _draw(fig, frame, spans, frame.width - frame.left - 12 * scale)
     for cut in clock.cuts:
-        fig.add_shape(type="line", x0=cut, x1=cut, yref="paper", y0=0, y1=1, layer="below",
-                      line={"color": frame.colours.line, "width": 2 * scale, "dash": "dot"})
+        fig.add_shape(
+            type="line",
+            x0=cut,
+            x1=cut,
+            yref="paper",
+            y0=0,
+            y1=1,
+            layer="below",
+            line={"color": frame.colours.line, "width": 2 * scale, "dash": "dot"},
+        )
     return fig
 
 
@@ -124,23 +136,37 @@ def split_bars(
     most = max((len(of) for of in columns.values()), default=0)
     if not most:
         return frame.empty(say.SPLIT, say.EMPTY_TIME, 3 * frame.row)
-    base = frame.figure(say.SPLIT, say.TIME_SUB_SHORT, (most + 0.7) * frame.row, x_title=say.SPLIT_X, right=12 * scale)
+    height = (most + 0.7) * frame.row
+    base = frame.figure(say.SPLIT, say.TIME_SUB_SHORT, height, x_title=say.SPLIT_X, y_title=say.RIBBON_Y, right=12 * scale)
     fig = make_subplots(rows=1, cols=len(columns), horizontal_spacing=frame.left / frame.width)
     layout = base.layout.to_plotly_json()
     x, y = layout.pop("xaxis"), layout.pop("yaxis")
+    y.pop("title")  # the first column's says it for all
     fig.update_layout(layout)
     fig.update_xaxes(x)
     fig.update_yaxes(y)
+    fig.update_yaxes(title=base.layout.yaxis.title, row=1, col=1)
     plot = (frame.width - frame.left - 12 * scale - (len(columns) - 1) * frame.left) / len(columns)
     spans = {p: [_from_zero(r, (ghosts or {}).get(p, {}).get(r.id, 0.0)) for r in of] for p, of in columns.items()}
     reach = max(_reach(frame, of, plot) for of in spans.values() if of)
     for column, (policy, of) in enumerate(spans.items(), 1):
         at = {"row": 1, "col": column}
-        fig.update_yaxes(range=[most - 0.5, -1.2], tickvals=list(range(len(of))), **at,
-                         ticktext=[escape(fit(s.id, frame.left - 16 * scale, frame.small)) for s in of])
+        fig.update_yaxes(
+            range=[most - 0.5, -1.2],
+            tickvals=list(range(len(of))),
+            **at,
+            ticktext=[escape(fit(s.id, frame.left - 16 * scale, frame.small)) for s in of],
+        )
         _draw(fig, frame, of, plot, reach=reach, at=at)
-        fig.add_annotation(x=0, xanchor="left", y=-0.85, text=f"<b>{say.POLICY[policy]}</b>", showarrow=False, **at,
-                           font={"size": frame.normal, "color": frame.colours.ink})
+        fig.add_annotation(
+            x=0,
+            xanchor="left",
+            y=-0.85,
+            text=f"<b>{say.POLICY[policy]}</b>",
+            showarrow=False,
+            **at,
+            font={"size": frame.normal, "color": frame.colours.ink},
+        )
     return fig
 
 
@@ -151,8 +177,12 @@ def summary(records: Records, ghosts: Mapping[str, float] | None = None) -> str:
         return say.EMPTY_TIME
     saved = {r.id: (ghosts or {}).get(r.id, 0.0) for r in rows}
     return " ".join(
-        say.SUMMARY_TIME.format(id=r.id, prefill=say.seconds(r.prefill_seconds), decode=say.seconds(r.decode_seconds),
-                                saved=say.SUMMARY_SAVED.format(time=say.seconds(saved[r.id])) if saved[r.id] > 0 else "")
+        say.SUMMARY_TIME.format(
+            id=r.id,
+            prefill=say.seconds(r.prefill_seconds),
+            decode=say.seconds(r.decode_seconds),
+            saved=say.SUMMARY_SAVED.format(time=say.seconds(saved[r.id])) if saved[r.id] > 0 else "",
+        )
         for r in rows
     )
 
@@ -177,67 +207,20 @@ def split_table(records: Mapping[str, Records], ghosts: Mapping[str, Mapping[str
     return [{say.COLUMN["policy"]: say.POLICY[p], **row} for p, of in records.items() for row in table(of, (ghosts or {}).get(p))]
 
 
-# ------------------------------------------------------------------ the axis
-@dataclass(frozen=True)
-class _Clock:
-    """Turns the trace's seconds into places on the axis, where long idle times are left out."""
-
-    real: np.ndarray
-    axis: np.ndarray
-    cuts: tuple[float, ...]
-    now: float
-
-    @classmethod
-    def of(cls, records: Sequence[Record], steps: Sequence[Step]) -> _Clock:
-        """Build it from the times at which anything happened."""
-        busy = sorted([*((s.begin, s.end) for s in steps), *((r.started, _end(r)) for r in records if r.started is not None)])
-        first = min(r.started for r in records if r.started is not None)
-        busy = [(max(a, first), b) for a, b in busy if b >= first]
-        merged = [list(busy[0])]
-        for a, b in busy[1:]:
-            if a <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], b)
-            else:
-                merged.append([a, b])
-        work = sum(b - a for a, b in merged) or 1.0
-        real, axis, cuts, at = [merged[0][0]], [0.0], [], 0.0
-        for i, (a, b) in enumerate(merged):
-            if i:
-                gap = a - merged[i - 1][1]
-                kept = KEPT * work if gap > CUT * work else gap
-                if kept < gap:
-                    cuts.append(at + kept / 2)
-                at += kept
-                real.append(a)
-                axis.append(at)
-            at += b - a
-            real.append(b)
-            axis.append(at)
-        return cls(np.array(real), np.array(axis), tuple(cuts), merged[-1][1])
-
-    def at(self, seconds: float) -> float:
-        return float(np.interp(seconds, self.real, self.axis))
-
-
-def _end(record: Record) -> float:
-    times = [record.started, record.first_token, record.finished]
-    known = [t for t in times if t is not None]
-    return max(known) if record.finished is not None or record.first_token is None else max(known[-1], known[-1] + record.decode_seconds)
-
-
-def _span(record: Record, clock: _Clock, saved: float, *, estimated: bool) -> _Span:
-    begin = clock.at(record.started or 0.0)
-    turn = clock.at(record.first_token if record.first_token is not None else clock.now)
-    end = clock.at(_end(record)) if record.first_token is not None else turn
-    return _Span(record.id, begin, turn, max(end, turn), record.prefill_seconds if record.first_token is not None else turn - begin,
-                 record.decode_seconds, max(saved, 0.0), estimated,
-                 record.first_token is None, _hover(record))
+# ------------------------------------------------------------------ the rows
+def _span(record: Record, clock: Clock, saved: float, *, estimated: bool) -> _Span:
+    begin, running = clock.at(record.started or 0.0), record.first_token is None
+    turn = clock.at(clock.now if record.first_token is None else record.first_token)
+    end = turn if running else max(turn, clock.at(ended(record)))
+    prefill = turn - begin if running else record.prefill_seconds
+    return _Span(record.id, begin, turn, end, prefill, record.decode_seconds, max(saved, 0.0), estimated, running, _hover(record))
 
 
 def _from_zero(record: Record, saved: float) -> _Span:
-    turn = record.prefill_seconds
-    return _Span(record.id, 0.0, turn, turn + record.decode_seconds, turn, record.decode_seconds, max(saved, 0.0),
-                 estimated=record.estimated, running=False, hover=_hover(record))
+    prefill, decode = record.prefill_seconds, record.decode_seconds
+    end = prefill + decode
+    hover = _hover(record)
+    return _Span(record.id, 0.0, prefill, end, prefill, decode, max(saved, 0.0), record.estimated, running=False, hover=hover)
 
 
 def _hover(record: Record) -> tuple[str, str]:
@@ -251,7 +234,6 @@ def _hover(record: Record) -> tuple[str, str]:
     return first, second
 
 
-# ------------------------------------------------------------------ the rows
 def _labels(frame: Frame, span: _Span, pixels: float) -> tuple[bool, str]:
     """Return whether prefill and decode each hold their time, and what stands behind the row otherwise."""
     size = frame.small
@@ -263,9 +245,14 @@ def _labels(frame: Frame, span: _Span, pixels: float) -> tuple[bool, str]:
         for seconds, length in ((span.prefill, span.turn - span.begin), (span.decode, span.end - span.turn))
     )
     behind = [] if fits else [say.TIME_LABEL.format(prefill=say.seconds(span.prefill), decode=say.seconds(span.decode))]
-    if span.saved and text_width(say.SAVED.format(time=say.seconds(span.saved)), size) + room > span.saved * pixels:
+    if span.saved and not _ghost_fits(frame, span, pixels):
         behind.append(say.SAVED.format(time=say.seconds(span.saved)))
     return fits, " · ".join(behind)
+
+
+def _ghost_fits(frame: Frame, span: _Span, pixels: float) -> bool:
+    text = say.SAVED.format(time=say.seconds(span.saved))
+    return text_width(text, frame.small) + 8 * frame.scale <= span.saved * pixels
 
 
 def _reach(frame: Frame, spans: list[_Span], plot: float) -> float:
@@ -293,34 +280,41 @@ def _draw(
     at = at or {}
     if not spans:
         return
-    c, height = frame.colours, frame.bar * 0.85
     reach = reach or _reach(frame, spans, plot)
     pixels = plot / reach
     fig.update_xaxes(range=[0, reach], dtick=tick_step(reach, plot, 80 * frame.scale), tick0=0, **at)
+    c, height = frame.colours, frame.bar * 0.85
     cells = Cells(frame)
     for y, span in enumerate(spans):
-        data = [span.id]
-        hatch = "/" if span.estimated else ""
-        cells.add(span.begin, span.turn, y, height, c.prefill, hatch=hatch, hover=span.hover[0], data=data)
-        cells.add(span.turn, span.end, y, height, c.hue("generated"), hatch=hatch, hover=span.hover[1], data=data)
         fits, behind = _labels(frame, span, pixels)
-        if fits:
-            for seconds, a, b, fill in ((span.prefill, span.begin, span.turn, c.prefill), (span.decode, span.turn, span.end, c.hue("generated"))):
-                if seconds:
-                    plate = {"bgcolor": fill, "borderpad": 1} if hatch else {}  # hatching would run through the digits
-                    _text(fig, frame, (a + b) / 2, y, f"<b>{say.seconds(seconds)}</b>", c.on(fill), at, **plate)
+        phases = (
+            (span.begin, span.turn, c.prefill, span.prefill, span.hover[0]),
+            (span.turn, span.end, c.hue("generated"), span.decode, span.hover[1]),
+        )
+        for a, b, fill, seconds, hover in phases:
+            cells.add(a, b, y, height, fill=fill, hatch="/" if span.estimated else "", hover=hover, data=[span.id])
+            if fits and seconds:
+                plate = {"bgcolor": fill, "borderpad": 1} if span.estimated else {}  # hatching would run through the digits
+                note = {"text": f"<b>{say.seconds(seconds)}</b>", "font": {"size": frame.small, "color": c.on(fill)}}
+                fig.add_annotation(x=(a + b) / 2, y=y, showarrow=False, **note, **plate, **at)
         if span.saved:
-            a, b = span.end + 3 / pixels, span.end + span.saved
-            if b > a:
-                ghost = {"color": c.mute, "width": 1.5 * frame.scale, "dash": "dash"}
-                fig.add_shape(type="rect", x0=a, x1=b, y0=y - height / 2, y1=y + height / 2, line=ghost, fillcolor="rgba(0,0,0,0)", **at)
-            saved = say.SAVED.format(time=say.seconds(span.saved))
-            if saved not in behind:
-                _text(fig, frame, (a + b) / 2, y, saved, c.mute, at)
+            _ghost(fig, frame, y, span, pixels, at)
         if behind:
-            _text(fig, frame, span.end + span.saved, y, behind, c.ink, at, xanchor="left", xshift=6 * frame.scale)
+            place = {"x": span.end + span.saved, "xanchor": "left", "xshift": 6 * frame.scale, "y": y}
+            font = {"size": frame.small, "color": c.ink}
+            fig.add_annotation(text=behind, font=font, showarrow=False, **place, **at)
     fig.add_trace(cells.trace(), **at)
 
 
-def _text(fig: go.Figure, frame: Frame, x: float, y: float, text: str, colour: str, at: dict[str, int], **more: Any) -> None:  # noqa: ANN401
-    fig.add_annotation(x=x, y=y, text=text, showarrow=False, font={"size": frame.small, "color": colour}, **more, **at)
+def _ghost(fig: go.Figure, frame: Frame, y: int, span: _Span, pixels: float, at: dict[str, int]) -> None:  # noqa: PLR0917
+    """Outline the prefill that caching removed, behind the row."""
+    c, half = frame.colours, frame.bar * 0.85 / 2
+    a, b = span.end + 3 / pixels, span.end + span.saved
+    if b <= a:
+        return
+    outline = {"line": {"color": c.mute, "width": 1.5 * frame.scale, "dash": "dash"}, "fillcolor": CLEAR}
+    fig.add_shape(type="rect", x0=a, x1=b, y0=y - half, y1=y + half, **outline, **at)
+    text = say.SAVED.format(time=say.seconds(span.saved))
+    if _ghost_fits(frame, span, pixels):
+        font = {"size": frame.small, "color": c.mute}
+        fig.add_annotation(x=(a + b) / 2, y=y, text=text, showarrow=False, font=font, **at)
