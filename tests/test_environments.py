@@ -119,6 +119,7 @@ def test_post_build_installs_kvlab_and_keeps_one_copy_of_the_model_in_half_the_s
     assert Path(where.stdout.strip()).is_relative_to(repository)
 
 
+@pytest.mark.soak
 def test_the_model_loads_there_within_two_gigabytes(built):
     _, env = built
     code = (
