@@ -84,7 +84,7 @@ class Replay:
             msg = f"{name} is empty: a trace starts with a header line."
             raise ReplayError(msg)
         engine = header.pop("engine", None)
-        if engine not in ENGINES:
+        if not isinstance(engine, str) or engine not in ENGINES:
             known = " or ".join(json.dumps(engine) for engine in ENGINES)
             self._refuse("engine", f"is {_short(engine)} in the header, but must be {known}")
         self._engine = ENGINES[engine]
@@ -101,7 +101,7 @@ class Replay:
             op, expect = line.pop("op", None), line.pop("expect", None)
             if expect is not None and not isinstance(expect, dict):
                 self._refuse("expect", f"is {_short(expect)}, but must be an object")
-            if op not in self._engine.ops:
+            if not isinstance(op, str) or op not in self._engine.ops:
                 self._refuse("op", f"is {_short(op)}, but must be one of {', '.join(self._engine.ops)}")
             result, events = self._run(op, self._fields(line, self._engine.ops[op]))
             yield Replayed(self._line, op, result, expect, events)
@@ -135,18 +135,22 @@ class Replay:
     # ------------------------------------------------------------------ lines
     def _next(self) -> Fields | None:
         """Return the object on the next line that is not empty; None at the end."""
-        for text in self._lines:
+        text = "\n"
+        while not text.strip():
             self._line += 1
-            if not text.strip():
-                continue
             try:
-                value = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                self._refuse(None, f"this is no JSON ({error})")
-            if not isinstance(value, dict):
-                self._refuse(None, f"{_short(value)} is no JSON object")
-            return value
-        return None
+                text = next(self._lines)
+            except StopIteration:
+                return None
+            except UnicodeDecodeError as error:
+                self._refuse(None, f"this is no text in UTF-8 ({error.reason})")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            self._refuse(None, f"this is no JSON ({error})")
+        if not isinstance(value, dict):
+            self._refuse(None, f"{_short(value)} is no JSON object")
+        return value
 
     def _fields(self, given: Fields, shape: Shape) -> Fields:
         """Return the fields of an object without nulls; refuse what is missing, unknown or of a wrong kind."""
