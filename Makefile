@@ -35,9 +35,12 @@ help:  ## this list
 lab: .venv/lab.stamp  ## set up and open JupyterLab on the notebooks
 	@echo "Opening JupyterLab; ctrl-C here ends it."
 	$(BIN)/jupyter lab --ServerApp.root_dir=notebooks --ServerApp.answer_yes=True $(AS_ROOT) \
-	  --LabApp.default_url=/lab/tree/01_four_situations.ipynb $(ARGS)
+	  --LabApp.default_url=/lab/tree/01_four_situations.ipynb --log-level=WARN $(ARGS)
 
+# Voila would take the next free port without a word that anybody reads.
 dashboards: .venv/lab.stamp  ## set up and open the dashboards with Voila on this machine's port 8866 (PORT=...)
+	@[ "$(PORT)" -ge 1024 ] 2>/dev/null && [ "$(PORT)" -le 65535 ] \
+	  || { echo "PORT is '$(PORT)': give a number from 1024 to 65535."; exit 1; }
 	@$(BIN)/python -c 'import socket, sys; s = socket.socket(); sys.exit(s.connect_ex(("127.0.0.1", int(sys.argv[1]))) == 0)' $(PORT) \
 	  || { echo "Port $(PORT) is in use by another program. Choose another one: make dashboards PORT=$$(($(PORT) + 1))"; exit 1; }
 	@echo "Opening the dashboards at http://127.0.0.1:$(PORT); ctrl-C here ends them."
