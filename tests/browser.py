@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Iterator
 
     from playwright.sync_api import ConsoleMessage, Page, Request
@@ -29,7 +29,7 @@ SCREENSHOTS = ROOT / "screenshots"
 STARTING = 60  # s that a server may take on a loaded machine
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 
-# What JupyterLab and Voila themselves put on the console or fail to fetch, one by one, each with its reason. Everything else is ours.
+# What JupyterLab and Voila themselves put on the console or fail to fetch, one by one, each with its reason; all else is ours.
 NOISE: list[tuple[re.Pattern[str], str]] = []
 
 
@@ -84,7 +84,7 @@ def _server(command: list[str], folder: Path, url: str, env: dict[str, str] | No
         }
         log_file = Path(home) / "log"
         with log_file.open("wb") as log:
-            process = subprocess.Popen(  # noqa: S603 - our own command
+            process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **own, **(env or {})}, cwd=home
             )
         server = Server(url, folder, log_file, process)
@@ -107,7 +107,7 @@ def _server(command: list[str], folder: Path, url: str, env: dict[str, str] | No
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        with urllib.request.urlopen(url, timeout=5):  # noqa: S310 - an address of ours
             return True
     except urllib.error.HTTPError:
         return True
@@ -119,7 +119,7 @@ def _answers(url: str) -> bool:
 def voila_server(
     path: Path, *, preheat: bool = False, pool_size: int = 2, env: dict[str, str] | None = None, options: tuple[str, ...] = ()
 ) -> Iterator[Server]:
-    """Serve a folder of notebooks, or one notebook, with Voila as `make dashboards` does. Preheated: returns when the pool is full."""
+    """Serve a folder of notebooks, or one notebook, with Voila as `make dashboards` does. Preheated: waits for a full pool."""
     port = free_port()
     command = [sys.executable, "-m", "voila", str(path), "--no-browser", f"--port={port}", "--Voila.port_retries=0", *options]
     if preheat:
@@ -218,14 +218,14 @@ class Tab:
                 timeout=timeout * 1000,
             )
         except Exception as error:
-            msg = f"Waited {timeout} s for {count} charts at revision {revision}; the page has {self.charts()}; errors: {self.errors}"
+            msg = f"Waited {timeout} s for {count} charts at revision {revision}; there are {self.charts()}, errors {self.errors}"
             raise AssertionError(msg) from error
 
     def open_notebook(self, server: Server, name: str) -> None:
         """Open a notebook in JupyterLab and wait for its kernel."""
         self.page.goto(f"{server.url}/lab/tree/{name}")
         self.page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=60_000)
-        self.page.locator('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=60_000)
+        self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=60_000)
 
     def run_all_cells(self) -> None:
         """Choose Run > Run All Cells from JupyterLab's menu."""

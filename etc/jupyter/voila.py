@@ -1,3 +1,5 @@
+# A configuration file, no package:
+# ruff: noqa: INP001
 """Voila's settings for the dashboards; read when JUPYTER_CONFIG_PATH names this folder (and JUPYTER_PATH, for the template)."""
 
 from __future__ import annotations

@@ -243,6 +243,23 @@ function render({ model, el }) {
   };
 }
 
+// anywidget gives a model two seconds to load its module and, when the page was busy for longer, drops every later message to it:
+// the picture would stand still for good. A message that says nothing finds out; then messages go to the model straight, as they do in
+// ipywidgets itself, and the kernel tells once more what was missed.
+function mendMessages(model) {
+  let raw;
+  const take = (changed) => (raw = changed); // an event of Backbone brings the model itself
+  model.on("change:_knock", take);
+  model.set("_knock", 1);
+  model.off("change:_knock", take);
+  const straight = raw && Object.getPrototypeOf(Object.getPrototypeOf(raw))._handle_comm_msg;
+  if (!straight || !raw.comm?.on_msg) return;
+  raw._handle_comm_msg({ content: { data: { method: "knock" } } }).catch(() => {
+    raw.comm.on_msg((message) => straight.call(raw, message));
+    model.send({ want: "state" });
+  });
+}
+
 export default {
   // Runs when the model comes, before any view: the library is on its way while cells still run. It must not be awaited here,
   // because anywidget holds back every message to a model until this returns.
@@ -250,7 +267,10 @@ export default {
     model.on("msg:custom", (message, buffers) => {
       if (message.plotly_js) receivePlotly(message.plotly_js, buffers[0]);
     });
-    plotlyFor(model).catch(() => {}); // the views say it
+    setTimeout(() => {
+      mendMessages(model);
+      plotlyFor(model).catch(() => {}); // the views say it
+    });
   },
   render,
 };

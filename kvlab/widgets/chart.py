@@ -200,3 +200,5 @@ class Chart(anywidget.AnyWidget):
     def _answer(self, _chart: object, content: dict[str, Any], _buffers: object) -> None:
         if content.get("want") == "plotly.js":
             self.send({"plotly_js": self.plotly_js_version}, buffers=[plotly_js()])
+        elif content.get("want") == "state":
+            self.send_state()
