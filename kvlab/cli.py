@@ -6,11 +6,13 @@ quick. Exit status: 0 all well, 1 partly read or a difference found, 2 nothing u
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - typer reads the signatures when it runs
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+SOME_USABLE = 1
 NOTHING_USABLE = 2
 INTERRUPTED = 130
 
@@ -79,6 +82,56 @@ def fetch(
         folder = embedded.fetch(dtype.value, progress=progress)
     size = memory.in_words(sum(file.stat().st_size for file in folder.iterdir()))
     typer.echo(f"{embedded.EMBEDDED.model} ({dtype.value}, {size}) is verified: {folder}")
+
+
+@app.command()
+def replay(
+    traces: Annotated[list[Path], typer.Argument(help="recorded operations, JSON lines as in tests/golden")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object an operation, with the fields of `expect`")] = False,
+    check: Annotated[bool, typer.Option("--check", help="compare with each `expect`; exit 1 where one differs")] = False,
+) -> None:
+    """Run recorded operations through the caches, without a model, and tell or compare what they do."""
+    operations = problems = 0
+    for path in traces:
+        done, problem = _replay(path, as_json=as_json, check=check)
+        operations += done
+        if problem:
+            problems += 1
+            typer.echo(f"kvlab: {problem}", err=True)
+    if problems:
+        raise typer.Exit(SOME_USABLE if operations else NOTHING_USABLE)
+
+
+def _replay(path: Path, *, as_json: bool, check: bool) -> tuple[int, str]:
+    """Run one trace and print what it did; return how many operations ran, and in words what is wrong with it."""
+    from kvlab.trace.replay import Difference, Replay, ReplayError, difference
+
+    done = compared = 0
+    found: list[Difference] = []
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            trace = Replay(lines, str(path))
+            for step in trace:
+                done += 1
+                if as_json:
+                    typer.echo(json.dumps(step.result))
+                if check and step.expect is not None:
+                    compared += 1
+                    found += filter(None, [difference(step, str(path))])
+    except ReplayError as error:
+        return done, str(error)
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        return done, f"{path} cannot be read: {error.strerror}."
+    if not as_json:
+        told = f", {compared - len(found):,} of {compared:,} as recorded" if check else ""
+        hits = f"{trace.state.found:,} of {trace.state.queried:,} tokens looked up were cached"
+        typer.echo(f"{path}: {done:,} operations{told}; {hits}")
+    if check and not compared:
+        return done, f"{path} holds no `expect`: there is nothing to compare."
+    if len(found) > 1:
+        return done, f"{found[0]} {len(found):,} operations differ."
+    return done, str(found[0]) if found else ""
 
 
 @contextmanager
