@@ -80,10 +80,7 @@ def _read(path: str, lines: list[str]) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
     number = 0
     try:
-        header = json.loads(lines[0])
-        if header["kvlab"] > VERSION:
-            msg = f"{path} was written by a newer kvlab (format {header['kvlab']}, this one reads {VERSION}): update kvlab."
-            raise TraceFileError(msg)
+        _check_version(path, json.loads(lines[0])["kvlab"])
         for number, text in enumerate(lines[1:-1], 2):  # noqa: B007 - told in the error below
             _take_line(traces, json.loads(text))
         whole = json.loads(lines[-1]).get("end") == len(lines) - 1
@@ -96,6 +93,12 @@ def _read(path: str, lines: list[str]) -> dict[str, Trace]:
         msg = f"{path} ends before its last line: it was cut short; copy it again."
         raise TraceFileError(msg)
     return traces
+
+
+def _check_version(path: str, version: int) -> None:
+    if version > VERSION:
+        msg = f"{path} was written by a newer kvlab (format {version}, this one reads {VERSION}): update kvlab."
+        raise TraceFileError(msg)
 
 
 def _take_line(traces: dict[str, Trace], line: dict[str, Any]) -> None:
