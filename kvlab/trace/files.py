@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 VERSION = 1
 RECORDED = Path(__file__).parent / "recorded"
 
-_EVENTS = {name: kind for name, kind in vars(ev).items() if dataclasses.is_dataclass(kind)}
+_EVENTS: dict[str, type[Any]] = {name: kind for name, kind in vars(ev).items() if dataclasses.is_dataclass(kind)}
 
 
 class TraceFileError(ValueError):
@@ -141,7 +141,7 @@ def _space(data: dict[str, Any]) -> Space:
 
 def _event(line: dict[str, Any]) -> ev.Event:
     kind = _EVENTS[line["event"]]
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = line[field.name]
         if field.type == "np.ndarray":
@@ -151,7 +151,8 @@ def _event(line: dict[str, Any]) -> ev.Event:
         elif isinstance(value, list):
             value = tuple(value)
         values[field.name] = value
-    return kind(**values)
+    event: ev.Event = kind(**values)
+    return event
 
 
 def _state(data: dict[str, Any]) -> State:
@@ -167,7 +168,8 @@ def _state(data: dict[str, Any]) -> State:
 
 
 def _step(data: dict[str, Any]) -> Step:
-    return Step(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    return Step(**values)
 
 
 def _record(data: dict[str, Any]) -> Record:
