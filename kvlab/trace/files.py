@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 VERSION = 1
 RECORDED = Path(__file__).parent / "recorded"
 
-_EVENTS: dict[str, type[Any]] = {name: kind for name, kind in vars(ev).items() if dataclasses.is_dataclass(kind)}
+_EVENTS: dict[str, type[Any]] = {
+    name: kind for name, kind in vars(ev).items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+}
 
 
 class TraceFileError(ValueError):
