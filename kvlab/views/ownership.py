@@ -96,10 +96,12 @@ def units(state: State, records: Sequence[Record]) -> Units:
         held[holds] += 1
         found[np.unique(own[: row.hit] // size)] = True
         made[np.unique(own[row.hit :] // size)] = True
-    per_unit = position.reshape(-1, size)
-    first = np.where(per_unit >= 0, per_unit, np.iinfo(np.int32).max).min(axis=1)
-    first[first == np.iinfo(np.int32).max] = -1
-    return Units(kind, _majority(source, size), made & ~found, first.astype(np.int32), held)
+    first = np.full(total + 1, -1, np.int32)
+    filled = np.flatnonzero(position >= 0)  # a pool may have millions of slots, few of them in use
+    if len(filled):
+        begins = np.flatnonzero(np.diff(filled // size, prepend=-1))
+        first[filled[begins] // size] = np.minimum.reduceat(position[filled], begins)
+    return Units(kind, _majority(source, size), made & ~found, first, held)
 
 
 def holders(state: State, unit: int) -> dict[str, tuple[int, int]]:
@@ -182,7 +184,9 @@ def _majority(source: np.ndarray, size: int) -> np.ndarray:
     """Return the most frequent source of each unit's slots, the earlier in `SOURCES` of equals; -1 where none is known."""
     if size == 1:
         return source
-    total = len(source) // size
-    keys = np.arange(len(source)) // size * (len(SOURCES) + 1) + source + 1
-    votes = np.bincount(keys, minlength=total * (len(SOURCES) + 1)).reshape(total, -1)[:, 1:]
-    return np.where(votes.any(axis=1), votes.argmax(axis=1), -1).astype(np.int8)
+    kinds, out = len(SOURCES), np.full(len(source) // size, -1, np.int8)
+    known = np.flatnonzero(source >= 0)
+    units, place = np.unique(known // size, return_inverse=True)
+    votes = np.bincount(place * kinds + source[known], minlength=len(units) * kinds).reshape(-1, kinds)
+    out[units] = votes.argmax(axis=1)
+    return out

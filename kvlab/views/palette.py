@@ -61,7 +61,7 @@ class Palette:
 
     def on(self, fill: str) -> str:
         """Return the text colour that reads best on `fill`."""
-        return max(("#ffffff", "#10151c"), key=lambda text: contrast(text, fill))
+        return max(("#ffffff", "#000000"), key=lambda text: contrast(text, fill))
 
 
 LIGHT = Palette(

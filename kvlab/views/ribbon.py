@@ -98,7 +98,8 @@ def prompt_ribbon(
             if ruler.single and a < len(text):
                 _token_text(fig, ruler, (a, y), text[a], mark=mark, source=source)
         if record.cached_tokens is None:
-            room = frame.plot + frame.right - 20 * scale
+            row = (min(stop, len(record.tokens)) - start) * ruler.per_token
+            room = max(row, frame.plot + frame.right - row) - 16 * scale  # in the row, or behind it
             _note(fig, ruler, (start, y), record, fit(unadmitted(record), room, frame.small))
             continue
         _end_label(fig, frame, y, record)
