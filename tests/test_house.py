@@ -223,7 +223,7 @@ def test_constraints_are_exact_and_complete():
     outside = [str(need) for need in ours if pins.get(canonicalize_name(need.name)) not in need.specifier]
     assert not outside, "not pinned in constraints.txt, or to a version that pyproject.toml does not allow"
     missing = closure(*(need.name for need in ours)) - set(pins)
-    missing = {name for name in missing if not name.startswith(("nvidia-", "cuda-", "triton", "setuptools"))}  # see its head
+    missing = {name for name in missing if not name.startswith(("nvidia-", "cuda-", "triton"))}  # see its head
     assert not missing, "needed by something in constraints.txt, and not pinned there"
 
 
