@@ -304,6 +304,23 @@ def test_the_ribbon_draws_reused_full_and_computed_half():
     assert fig.layout.xaxis.minor.dtick == 16, "the engine's unit is visible"
 
 
+def test_a_label_hides_no_source():
+    """A plate as high as the bar has the hue of all that lies under it; over several hues it leaves them to be seen."""
+    records = crowd(sglang(), 40)
+    fig = ribbon.prompt_ribbon(records, 1, policy="sglang", max_rows=40)
+    per_token = 1010 / (fig.layout.xaxis.range[1])
+    plates = {"one": 0, "several": 0}
+    for note in fig.layout.annotations:
+        if "reused</b>" in note.text and note.bgcolor:
+            record = records[int(fig.layout.yaxis.ticktext[int(note.y)]) - 1]
+            under = {record.source(i) for i in range(int(note.x - 60 / per_token), int(note.x))}
+            plates["one" if len(under) == 1 else "several"] += 1
+            if len(under) > 1:
+                assert note.borderpad < 3
+                assert note.bgcolor == LIGHT.background
+    assert min(plates.values()) > 0
+
+
 def test_the_ribbon_shows_how_far_a_running_request_is():
     cache = vllm()
     cache.add("1", SYSTEM)
@@ -405,7 +422,8 @@ def test_evicted_and_selected_blocks_are_framed_and_crossed():
     assert [list(d) for d in frames.customdata] == [[7, 7], [9, 9]]
     assert list(frames.marker.line.color) == [DARK.evicted, DARK.ink]
     assert min(frames.marker.line.width) >= 2
-    assert len(fig.data[2].x) == 1, "not by colour alone"
+    assert fig.data[-1].marker.symbol == "x-thin", "not by colour alone"
+    assert len(fig.data[-1].x) == 1
 
 
 @pytest.mark.parametrize("blocks", [21, 257, 1000, 4001, 20_001, 1_000_001])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CELL_SIZES = (30.0, 26.0, 22.0, 19.0, 17.0, 15.0)  # pixels; smaller ones are not seen from the back row
 MAX_HEIGHT = 260  # pixels for all rows of cells
 GAP = 0.14  # of a cell
+INSET = 0.15
 EVICTED_LINE, SELECTED_LINE = 2.5, 3.0
 
 
@@ -211,8 +212,10 @@ def _draw(
         data, those = [cell.first, cell.last], range(cell.first, cell.last + 1)
         mark = {NULL: "null", FREE: "free", IDLE: "idle", USED: "computed" if cell.computed else "reused"}[cell.state]
         source = SOURCES[cell.source] if cell.source >= 0 else None
-        marks.cell(x - half, x + half, y, 1 - GAP, mark=mark, source=source, hover=hover, data=data)
-        if not evicted.isdisjoint(those):
+        just = not evicted.isdisjoint(those)
+        inner = half - (INSET if just else 0)  # room between a red edge and the hue of what took the place
+        marks.cell(x - inner, x + inner, y, 2 * inner, mark=mark, source=source, hover=hover, data=data)
+        if just:
             note = f"{hover}<br>{say.HOVER_EVICTED}"
             edges.add(x - half, x + half, y, 1 - GAP, fill=CLEAR, edge=c.evicted, line=EVICTED_LINE, hover=note, data=data)
             crossed.append((x, y))
@@ -223,8 +226,9 @@ def _draw(
         fig.add_trace(edges.trace())
     if crossed:  # an edge alone is a matter of colour
         xs, ys = zip(*crossed, strict=True)
-        marker = {"symbol": "x-thin", "size": 6 * frame.scale, "line": {"color": c.evicted, "width": 2 * frame.scale}}
-        fig.add_scatter(x=xs, y=ys, mode="markers", marker=marker, hoverinfo="skip")
+        for colour, width in ((c.background, 5), (c.evicted, 2)):  # with a halo, for it may lie on any hue
+            marker = {"symbol": "x-thin", "size": 6 * frame.scale, "line": {"color": colour, "width": width * frame.scale}}
+            fig.add_scatter(x=xs, y=ys, mode="markers", marker=marker, hoverinfo="skip")
 
 
 def _places(state: State) -> dict[int, int]:

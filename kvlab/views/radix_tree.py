@@ -239,7 +239,7 @@ def _facts(node: Node, order: dict[int, int]) -> list[str]:
 
 def _end_label(fig: go.Figure, frame: Frame, place: _Place, facts: list[str]) -> None:
     """Say at the end of a leaf's row, where nothing else stands, when it would be evicted."""
-    text = ", ".join(_fitting(facts, frame.right - 10 * frame.scale, frame.small))
+    text = ", ".join(_fitting(facts, frame.right - 10 * frame.scale, frame.small, bold=False))
     font = {"size": frame.small, "color": frame.colours.ink}
     fig.add_annotation(
         xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=place.y, showarrow=False, text=text, font=font
@@ -255,6 +255,6 @@ def _inner_label(fig: go.Figure, frame: Frame, place: _Place, facts: list[str], 
         )
 
 
-def _fitting(facts: list[str], pixels: float, size: float) -> list[str]:
+def _fitting(facts: list[str], pixels: float, size: float, *, bold: bool = True) -> list[str]:
     """Return as many of `facts`, from the first, as fit."""
-    return next((facts[:n] for n in range(len(facts), 0, -1) if text_width(" · ".join(facts[:n]), size, bold=True) <= pixels), [])
+    return next((facts[:n] for n in range(len(facts), 0, -1) if text_width(" · ".join(facts[:n]), size, bold=bold) <= pixels), [])

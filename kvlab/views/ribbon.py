@@ -284,7 +284,10 @@ def _hit_label(fig: go.Figure, ruler: _Ruler, y: int, record: Record, framed: tu
     if not hit or text_width(label, frame.small, bold=True) + 14 * frame.scale > (at - ruler.start) * ruler.per_token:
         _note(fig, ruler, (hit, y), record, label)
         return
-    hue = frame.colours.hue(record.source(hit - 1))
+    begin = int(at - text_width(label, frame.small, bold=True) / ruler.per_token - 14 * frame.scale / ruler.per_token)
+    alone = len({record.source(i) for i in range(max(begin, 0), at)}) == 1
+    plate = frame.colours.hue(record.source(hit - 1)) if alone else frame.colours.background
+    high = (frame.row * frame.bar - frame.small * 1.4) / 2 - 1  # as high as the bar, to keep the grid out of the words
     fig.add_annotation(
         x=at,
         xanchor="right",
@@ -292,9 +295,9 @@ def _hit_label(fig: go.Figure, ruler: _Ruler, y: int, record: Record, framed: tu
         y=y,
         text=f"<b>{label}</b>",
         showarrow=False,
-        font={"size": frame.small, "color": frame.colours.on(hue)},
-        bgcolor=hue,
-        borderpad=(frame.row * frame.bar - frame.small * 1.4) / 2 - 1,  # as high as the bar, to keep the grid out of the words
+        font={"size": frame.small, "color": frame.colours.on(plate)},
+        bgcolor=plate,
+        borderpad=high if alone else frame.scale,  # but never over the hues of other sources
     )
 
 
