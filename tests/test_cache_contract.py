@@ -261,6 +261,14 @@ def test_a_refused_admission_changes_nothing_but_says_what_it_found(make, tokens
     assert isinstance(cache.take(["next"])[0], Grant) is (why == "no_space")
 
 
+def test_an_admission_needs_room_for_the_whole_prompt_though_the_budget_cuts_it(make):
+    """vLLM's "whole sequence must fit"; SGLang tests the whole remaining prompt too."""
+    cache = make()
+    cache.start("here", range(32))
+    cache.add("next", range(100, 140))
+    assert cache.take(["next"], 8)[0].why == "no_space"
+
+
 def test_headroom_is_left_by_admissions_only(make):
     cache = make()
     cache.start("here", range(20))

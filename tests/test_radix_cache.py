@@ -203,6 +203,17 @@ def test_a_retraction_makes_room_for_those_that_still_run():
     assert cache.start("a").hit_tokens == 19
 
 
+@pytest.mark.parametrize("end", [RadixCache.finish, RadixCache.abort])
+def test_a_waiting_request_ends_without_being_admitted(end):
+    cache = RadixCache(100)
+    cache.start("a", range(10))
+    cache.retract("a")
+    cache.evict(100)
+    end(cache, "a")
+    assert cache.snapshot().rows == {}
+    assert cache.sizes() == (100, 0, 0)
+
+
 def test_a_resumed_request_prefills_its_outputs_too():
     cache = RadixCache(100)
     cache.start("a", range(10))
