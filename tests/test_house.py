@@ -212,7 +212,8 @@ def test_every_dependency_has_its_reason():
 
 
 def test_constraints_are_exact_and_complete():
-    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
     pins = dict(line.split("==") for line in lines)
     assert not [version for version in pins.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", version)], "no +cpu, no paths"
     pins = {canonicalize_name(name): version for name, version in pins.items()}
