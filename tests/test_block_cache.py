@@ -7,6 +7,7 @@ import pytest
 from kvlab.cache.block_cache import BlockCache
 from kvlab.cache.contract import Refused, Space
 from kvlab.cache.events import Keyed, Unkeyed
+from kvlab.cache.hashing import extra_keys
 from kvlab.trace.wire import wire
 
 
@@ -63,6 +64,18 @@ def test_images_are_part_of_the_keys_of_the_blocks_that_they_touch():
     assert cache.peek(range(20), with_image("dog", 5)).tokens == 4
     assert cache.peek(range(20), with_image("cat", 6)).tokens == 4
     assert cache.peek(range(20)).tokens == 4
+
+
+def test_extra_keys_of_a_block():
+    """2: in this order, images with their offset from the block's start, the salt in the first block only."""
+    space = Space(salt="s", lora=("name", "path"), items=(("cat", 5, 6), ("dog", 11, 2)))
+    lora = ("lora", "name", "path")
+    assert extra_keys(space, 0, 4) == (lora, ("cache_salt", "s"))
+    assert extra_keys(space, 4, 8) == (lora, ("mm", "cat", 1))
+    assert extra_keys(space, 8, 12) == (lora, ("mm", "cat", -3), ("mm", "dog", 3))
+    assert extra_keys(space, 12, 16) == (lora, ("mm", "dog", -1))
+    assert extra_keys(space, 16, 20) == (lora,)
+    assert extra_keys(Space(salt="s"), 4, 8) is None
 
 
 def test_four_equal_requests_in_one_take_share_what_the_first_one_schedules():

@@ -16,8 +16,8 @@ def wire(events: Iterable[Event]) -> list[list[Any]]:
     """Return what an engine says to its listeners about the events of ONE operation.
 
     vLLM says one ``stored`` an allocation and one ``removed`` a block (docs/vllm.md 17). SGLang lets neighbours merge: a
-    ``removed`` joins the ``removed`` before it, a ``stored`` the one before it whose last hash is its parent, if the salt is the
-    same (docs/sglang.md 25).
+    ``removed`` joins the ``removed`` before it, a ``stored`` the one before it whose last hash is its parent (docs/sglang.md
+    25; of the same salt therefore: a salt starts another chain of hashes).
 
     Parameters
     ----------
@@ -30,19 +30,17 @@ def wire(events: Iterable[Event]) -> list[list[Any]]:
         plain data: block hashes are ints, the parent of a first block is None.
     """
     out: list[list[Any]] = []
-    salt: str | None = None  # of the last `stored`
     for event in events:
         match event:
             case ev.Keyed(hashes=hashes, parent=parent):
                 out.append(["stored", list(hashes), parent])
             case ev.Unkeyed(hashes=hashes):
                 out += [["removed", [hash]] for hash in hashes]
-            case ev.Inserted(hashes=hashes, parent_hash=parent, space=space):
-                if out and out[-1][0] == "stored" and out[-1][1][-1] == parent and salt == space.salt:
+            case ev.Inserted(hashes=hashes, parent_hash=parent):
+                if out and out[-1][0] == "stored" and out[-1][1][-1] == parent:
                     out[-1][1].extend(hashes)
                 else:
                     out.append(["stored", list(hashes), parent])
-                salt = space.salt
             case ev.Evicted(hashes=hashes):
                 if out and out[-1][0] == "removed":
                     out[-1][1].extend(hashes)
