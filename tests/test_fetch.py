@@ -62,7 +62,7 @@ def folder(fetched, cache):
 
 
 @pytest.fixture
-def offline(tmp_path, monkeypatch):
+def offline(cache, tmp_path, monkeypatch):  # noqa: ARG001 - after the cache fixture, which names an index
     """Neither the package nor a network: the index is a port at which nobody listens."""
     monkeypatch.delenv("PIP_NO_INDEX", raising=False)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
