@@ -223,7 +223,9 @@ def test_sglang_cuts_a_long_prompt_into_chunks_that_others_may_join():
     assert d.ended == {"a": "length", "b": "length"}
 
 
-@pytest.mark.parametrize(("overlap", "answer", "kept"), [(True, [1, 2, STOP], 23), (False, [1, 2, STOP], 22), (True, [1, 2, 3], 22)])
+@pytest.mark.parametrize(
+    ("overlap", "answer", "kept"), [(True, [1, 2, STOP], 23), (False, [1, 2, STOP], 22), (True, [1, 2, 3], 22)]
+)
 def test_sglang_overlap_computes_the_stop_token_too(overlap, answer, kept):
     d = sglang(overlap=overlap)
     d.add("a", numbers(20), max_new=3 if answer[-1] != STOP else 10, answer=answer, stop_ids=[STOP])
@@ -353,7 +355,7 @@ def test_nobody_is_lost_whatever_comes(kind, seed):
     asked = []
     for number in range(25):
         id = f"r{number}"
-        prompt = rng.choice(heads)[: rng.randrange(1, tokens)] + [rng.randrange(50)]
+        prompt = [*rng.choice(heads)[: rng.randrange(1, tokens)], rng.randrange(50)]
         answer = [rng.choice([1, 2, 3, STOP]) for _ in range(8)]
         d.add(id, prompt, max_new=rng.randrange(1, 9), answer=answer, stop_ids=[STOP])
         asked.append(id)
