@@ -628,13 +628,15 @@ def test_texts_show_as_typed(make):
 
 def test_engine_needs_torch_transformers_and_numpy_only():
     code = """
-import sys
-blocked = {"plotly", "ipywidgets", "anywidget", "traitlets", "platformdirs", "psutil", "typer", "gguf", "xxhash", "cbor2"}
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in blocked:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Block())
+import builtins, sys
+real = builtins.__import__
+def only(name, globals=None, *args, **kwargs):
+    top = name.split(".")[0]
+    if str((globals or {}).get("__name__")).startswith("kvlab") and top not in allowed:
+        raise ModuleNotFoundError(name)
+    return real(name, globals, *args, **kwargs)
+allowed = {*sys.stdlib_module_names, "kvlab", "torch", "transformers", "numpy"}
+builtins.__import__ = only
 from kvlab.engine.engine import Engine
 from kvlab.engine.request import Request
 for cache in ("vllm", "sglang", "none"):
