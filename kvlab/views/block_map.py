@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvlab.cache.state import State
     from kvlab.trace.recorder import Record
     from kvlab.views.palette import Theme
+    from kvlab.views.sheet import Sheet
 
     Records = Mapping[str, Record] | Iterable[Record]
 
@@ -91,20 +92,20 @@ def block_map(
         subtitle += "; " + say.CELL_IS.format(n=say.number(per), units=_names(state)[1])
     title = (say.SLOTS if state.unit == 1 else say.BLOCKS)[state.policy]
     high = max(rows, 3)
-    fig = frame.figure(
+    sheet = frame.sheet(
         title, subtitle, high * size * scale, x_title="", axis=False, left=left, right=8 * scale, y_title=_names(state)[0]
     )
-    fig.update_xaxes(range=[0, plot / (size * scale)])
+    sheet.xaxis(range=[0, plot / (size * scale)])
     every = max(1, math.ceil(18 / size))
-    fig.update_yaxes(
+    sheet.yaxis(
         range=[high, 0],
         tickvals=[r + 0.5 for r in range(0, rows, every)],
         ticktext=[say.number(cells[r * across].first) for r in range(0, rows, every)],
     )
     places = _places(state)
     hovers = [_hover(state, pool, cell, places) for cell in cells]
-    _draw(fig, frame, cells, hovers, across=across, evicted=set(just_evicted), chosen=_chosen(selected))
-    return fig
+    _draw(sheet, frame, cells, hovers, across=across, evicted=set(just_evicted), chosen=_chosen(selected))
+    return sheet.figure()
 
 
 def counts(state: State, pool: Units) -> str:
@@ -202,7 +203,7 @@ def _aggregate(pool: Units, per: int) -> list[_Cell]:
 
 
 def _draw(
-    fig: go.Figure, frame: Frame, cells: list[_Cell], hovers: list[str], *, across: int, evicted: set[int], chosen: set[int]
+    sheet: Sheet, frame: Frame, cells: list[_Cell], hovers: list[str], *, across: int, evicted: set[int], chosen: set[int]
 ) -> None:
     marks, edges = Cells(frame), Cells(frame)
     c, half = frame.colours, (1 - GAP) / 2
@@ -221,14 +222,14 @@ def _draw(
             crossed.append((x, y))
         if not chosen.isdisjoint(those):
             edges.add(x - 0.5, x + 0.5, y, 1.0, fill=CLEAR, edge=c.ink, line=SELECTED_LINE, hover=hover, data=data)
-    fig.add_trace(marks.trace())
+    sheet.trace(marks.trace())
     if edges.rows:
-        fig.add_trace(edges.trace())
+        sheet.trace(edges.trace())
     if crossed:  # an edge alone is a matter of colour
         xs, ys = zip(*crossed, strict=True)
         for colour, width in ((c.background, 5), (c.evicted, 2)):  # with a halo, for it may lie on any hue
             marker = {"symbol": "x-thin", "size": 6 * frame.scale, "line": {"color": colour, "width": width * frame.scale}}
-            fig.add_scatter(x=xs, y=ys, mode="markers", marker=marker, hoverinfo="skip")
+            sheet.trace({"type": "scatter", "x": xs, "y": ys, "mode": "markers", "marker": marker, "hoverinfo": "skip"})
 
 
 def _places(state: State) -> dict[int, int]:

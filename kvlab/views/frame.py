@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import plotly.graph_objects as go
-
 from kvlab.views.palette import Palette, Theme, palette
+from kvlab.views.sheet import Sheet
 from kvlab.views.text import text_width, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import plotly.graph_objects as go
 
     from kvlab.trace.recorder import Record
 
@@ -78,7 +79,7 @@ class Frame:
         """Height of a row's bar, as a share of the distance between rows: half of it must hold a line of small text."""
         return 0.8
 
-    def figure(
+    def sheet(
         self,
         title: str,
         subtitle: str,
@@ -89,16 +90,15 @@ class Frame:
         axis: bool = True,
         left: float | None = None,
         right: float | None = None,
-    ) -> go.Figure:
-        """Return an empty figure whose plot area is `height` pixels high."""
+    ) -> Sheet:
+        """Return an empty sheet whose plot area is `height` pixels high."""
         c = self.colours
         left, right = self.left if left is None else left, self.right if right is None else right
         lines = self._title(title, subtitle)
         top = (len(lines) * 20 + 9) * self.scale
         bottom = (50 if axis else 8) * self.scale
         line = {"fixedrange": True, "zeroline": False, "showgrid": False, "color": c.mute, "tickfont": {"size": self.small}}
-        fig = go.Figure()
-        fig.update_layout(
+        layout = dict(  # noqa: C408 - properties of plotly, not keys
             font={"family": FONT, "size": self.normal, "color": c.ink},
             paper_bgcolor=c.background,
             plot_bgcolor=c.background,
@@ -118,7 +118,8 @@ class Frame:
             },
             margin={"l": left, "r": right, "t": top, "b": bottom, "pad": 0},
         )
-        fig.update_xaxes(
+        sheet = Sheet(layout)
+        sheet.xaxis(
             **line,
             visible=axis,
             ticks="outside" if axis else "",
@@ -126,14 +127,14 @@ class Frame:
             ticklen=7 * self.scale,
             title={"text": x_title, "font": {"size": self.small, "color": c.mute}, "standoff": 4 * self.scale},
         )
-        fig.update_yaxes(
+        sheet.yaxis(
             **line,
             showline=False,
             ticks="",
             ticklabelstandoff=round(4 * self.scale),
             title={"text": y_title, "font": {"size": self.small, "color": c.mute}, "standoff": 2 * self.scale},
         )
-        fig.add_annotation(  # plotly's own title cuts its first line off when it has more than one
+        sheet.note(  # plotly's own title cuts its first line off when it has more than one
             text="<br>".join(lines),
             xref="paper",
             yref="paper",
@@ -144,11 +145,10 @@ class Frame:
             align="left",
             xshift=4 * self.scale - left,
             yshift=5 * self.scale,
-            showarrow=False,
             borderpad=0,
             font={"size": self.big, "color": c.ink},
         )
-        return fig
+        return sheet
 
     def _title(self, title: str, subtitle: str) -> list[str]:
         """Return the lines of a title: the subtitle stands beside the title, or below it where it does not fit."""
@@ -161,25 +161,24 @@ class Frame:
 
     def empty(self, title: str, message: str, height: float) -> go.Figure:
         """Return a figure that says what to do, of the size that it will have."""
-        fig = self.figure(title, "", height, x_title="", axis=False, right=8 * self.scale)
-        fig.update_yaxes(visible=False)
+        sheet = self.sheet(title, "", height, x_title="", axis=False, right=8 * self.scale)
+        sheet.yaxis(visible=False)
         lines = wrap(message, self.plot, self.normal)
-        fig.add_annotation(
+        sheet.note(
             text="<br>".join(lines),
             xref="paper",
             yref="paper",
             x=0.5,
             y=0.5,
-            showarrow=False,
             font={"size": self.normal + self.scale, "color": self.colours.mute},
         )
         border = {"color": self.colours.line, "width": 1, "dash": "dot"}
-        fig.add_shape(type="rect", xref="paper", yref="paper", x0=0, x1=1, y0=0, y1=1, line=border)
-        return fig
+        sheet.shape(type="rect", xref="paper", yref="paper", x0=0, x1=1, y0=0, y1=1, line=border)
+        return sheet.figure()
 
-    def rows(self, fig: go.Figure, labels: list[str]) -> None:
+    def rows(self, sheet: Sheet, labels: list[str]) -> None:
         """Lay the y axis out as rows from the top down, with one label each."""
-        fig.update_yaxes(range=[len(labels) - 0.5, -0.5], tickvals=list(range(len(labels))), ticktext=labels)
+        sheet.yaxis(range=[len(labels) - 0.5, -0.5], tickvals=list(range(len(labels))), ticktext=labels)
 
 
 def tick_step(span: float, pixels: float, wanted: float) -> float:
@@ -247,7 +246,7 @@ class Cells:
         else:
             self.add(x0, x1, y, height, fill=c.line, hover=hover, data=data)
 
-    def trace(self) -> go.Bar:
+    def trace(self) -> dict[str, Any]:
         """Return all rectangles as one trace; ``customdata`` holds what each was added with."""
         base, length, y, height, fill, edge, line, hatch, hover, data = (
             map(list, zip(*self.rows, strict=True)) if self.rows else ([] for _ in range(10))
@@ -256,7 +255,8 @@ class Cells:
         if any(hatch):
             lines = self.frame.colours.background
             marker["pattern"] = {"shape": hatch, "fillmode": "overlay", "fgcolor": lines, "size": 6 * self.frame.scale}
-        return go.Bar(
+        return dict(  # noqa: C408 - properties of plotly, not keys
+            type="bar",
             orientation="h",
             base=base,
             x=length,

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from kvlab.cache.eviction import eviction_key
 from kvlab.cache.state import ROOT
@@ -21,9 +20,12 @@ from kvlab.views.text import text_width
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import plotly.graph_objects as go
+
     from kvlab.cache.state import Node, State
     from kvlab.trace.recorder import Record
     from kvlab.views.palette import Theme
+    from kvlab.views.sheet import Sheet
 
     Records = Mapping[str, Record] | Iterable[Record]
 
@@ -100,14 +102,14 @@ def radix_tree(
     hidden = len(state.nodes) - 1 - len(places)
     stop = max(span or 0, *(p.stop for p in places.values()))
     rows = len(leaves) + (0.6 if hidden else 0)
-    fig = frame.figure(say.TREE, _subtitle(state), max(rows, 2) * frame.row, x_title=say.TREE_X, left=14 * scale)
+    sheet = frame.sheet(say.TREE, _subtitle(state), max(rows, 2) * frame.row, x_title=say.TREE_X, left=14 * scale)
     pixels = max(width - 14 * scale - frame.right, 60) / stop
     step = max(1, round(tick_step(stop, stop * pixels, 70 * scale)))
-    fig.update_xaxes(range=[0, stop], dtick=step, tick0=0, tickformat=",d")
-    fig.update_yaxes(range=[max(rows, 2) - 0.5, -0.5], showticklabels=False)
+    sheet.xaxis(range=[0, stop], dtick=step, tick0=0, tickformat=",d")
+    sheet.yaxis(range=[max(rows, 2) - 0.5, -0.5], showticklabels=False)
 
     order = {id: place for place, id in enumerate(eviction_order(state), 1)}
-    _connect(fig, frame, state, places)
+    _connect(sheet, frame, state, places)
     cells = Cells(frame)
     known = listed(records)
     remembered = {record.id: sources(record) for record in known}
@@ -118,15 +120,15 @@ def radix_tree(
         _node(cells, node, place, source, hover=hover, selected=id == selected)
         fill = frame.colours.hue(hue) if node.lock else frame.colours.faded(hue)
         if id in leaves:
-            _end_label(fig, frame, place, facts[1:])
+            _end_label(sheet, frame, place, facts[1:])
             facts = facts[:1]
-        _inner_label(fig, frame, place, _fitting(facts, (place.stop - place.start) * pixels - 14 * scale, frame.small), fill)
-    fig.add_trace(cells.trace())
+        _inner_label(sheet, frame, place, _fitting(facts, (place.stop - place.start) * pixels - 14 * scale, frame.small), fill)
+    sheet.trace(cells.trace())
     if hidden:
         more = say.MORE_NODES.format(n=say.number(hidden), nodes=say.NODES[hidden > 1])
         font = {"size": frame.small, "color": frame.colours.mute}
-        fig.add_annotation(x=0, xanchor="left", y=rows - 0.7, showarrow=False, text=more, font=font)
-    return fig
+        sheet.note(x=0, xanchor="left", y=rows - 0.7, text=more, font=font)
+    return sheet.figure()
 
 
 def summary(state: State | None) -> str:
@@ -198,7 +200,7 @@ def _subtitle(state: State) -> str:
     return text.format(nodes=say.count(nodes, *say.NODES), tokens=say.tokens(sum(len(n.tokens) for n in state.nodes.values())))
 
 
-def _connect(fig: go.Figure, frame: Frame, state: State, places: dict[int, _Place]) -> None:
+def _connect(sheet: Sheet, frame: Frame, state: State, places: dict[int, _Place]) -> None:
     """Draw the stem from a node's end to its children, and the root's from 0."""
     xs: list[float | None] = []
     ys: list[float | None] = []
@@ -210,8 +212,16 @@ def _connect(fig: go.Figure, frame: Frame, state: State, places: dict[int, _Plac
         xs += [place.stop, place.stop, None]
         ys += [min(ends), max(ends), None]
     line = {"color": frame.colours.mute, "width": 2 * frame.scale}
-    fig.add_trace(
-        go.Scatter(x=np.array(xs, float), y=np.array(ys, float), mode="lines", line=line, hoverinfo="skip", cliponaxis=False)
+    sheet.trace(
+        {
+            "type": "scatter",
+            "x": np.array(xs, float),
+            "y": np.array(ys, float),
+            "mode": "lines",
+            "line": line,
+            "hoverinfo": "skip",
+            "cliponaxis": False,
+        }
     )
 
 
@@ -237,22 +247,18 @@ def _facts(node: Node, order: dict[int, int]) -> list[str]:
     return [*out, say.used(node.hits)]
 
 
-def _end_label(fig: go.Figure, frame: Frame, place: _Place, facts: list[str]) -> None:
+def _end_label(sheet: Sheet, frame: Frame, place: _Place, facts: list[str]) -> None:
     """Say at the end of a leaf's row, where nothing else stands, when it would be evicted."""
     text = ", ".join(_fitting(facts, frame.right - 10 * frame.scale, frame.small, bold=False))
     font = {"size": frame.small, "color": frame.colours.ink}
-    fig.add_annotation(
-        xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=place.y, showarrow=False, text=text, font=font
-    )
+    sheet.note(xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=place.y, text=text, font=font)
 
 
-def _inner_label(fig: go.Figure, frame: Frame, place: _Place, facts: list[str], fill: str) -> None:
+def _inner_label(sheet: Sheet, frame: Frame, place: _Place, facts: list[str], fill: str) -> None:
     """Write `facts` into a bar."""
     if facts:
         text, font = f"<b>{' · '.join(facts)}</b>", {"size": frame.small, "color": frame.colours.on(fill)}
-        fig.add_annotation(
-            x=place.start, xanchor="left", xshift=6 * frame.scale, y=place.y, text=text, showarrow=False, font=font
-        )
+        sheet.note(x=place.start, xanchor="left", xshift=6 * frame.scale, y=place.y, text=text, font=font)
 
 
 def _fitting(facts: list[str], pixels: float, size: float, *, bold: bool = True) -> list[str]:

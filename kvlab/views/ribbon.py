@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from kvlab.views import strings as say
 from kvlab.views.frame import Cells, Frame, listed, tick_step
@@ -17,9 +16,12 @@ from kvlab.views.text import escape, excerpt, fit, show, text_width, visible
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    import plotly.graph_objects as go
+
     from kvlab.cache.state import State
     from kvlab.trace.recorder import Record
     from kvlab.views.palette import Theme
+    from kvlab.views.sheet import Sheet
 
     Records = Mapping[str, Record] | Iterable[Record]
     Texts = Mapping[str, Sequence[str]]
@@ -81,11 +83,11 @@ def prompt_ribbon(
         return frame.empty(title, say.EMPTY, 3 * frame.row)
     if len(rows) > len(shown):
         subtitle += " · " + say.MORE_REQUESTS.format(n=say.number(len(rows) - len(shown)))
-    fig = frame.figure(title, subtitle, len(shown) * frame.row, x_title=say.RIBBON_X, y_title=say.RIBBON_Y)
-    frame.rows(fig, [escape(fit(r.id, frame.left - 26 * scale, frame.small)) for r in shown])
+    sheet = frame.sheet(title, subtitle, len(shown) * frame.row, x_title=say.RIBBON_X, y_title=say.RIBBON_Y)
+    frame.rows(sheet, [escape(fit(r.id, frame.left - 26 * scale, frame.small)) for r in shown])
     start, stop = window or (0, max(span or 0, *(len(r.tokens) for r in shown), 1))
     ruler = _Ruler(frame, start, stop, unit, policy)
-    _grid(fig, ruler)
+    _grid(sheet, ruler)
 
     cells = Cells(frame)
     framed = selected or {}
@@ -96,20 +98,20 @@ def prompt_ribbon(
             hover = _hover(record, a, b, mark, ruler, "".join(text[a:b]))
             cells.cell(a, b, y, frame.bar, mark=mark, source=source, hover=hover, data=[record.id, a, b])
             if ruler.single and a < len(text):
-                _token_text(fig, ruler, (a, y), text[a], mark=mark, source=source)
+                _token_text(sheet, ruler, (a, y), text[a], mark=mark, source=source)
         if record.cached_tokens is None:
             row = (min(stop, len(record.tokens)) - start) * ruler.per_token
             room = max(row, frame.plot + frame.right - row) - 16 * scale  # in the row, or behind it
-            _note(fig, ruler, (start, y), record, fit(unadmitted(record), room, frame.small))
+            _note(sheet, ruler, (start, y), record, fit(unadmitted(record), room, frame.small))
             continue
-        _end_label(fig, frame, y, record)
+        _end_label(sheet, frame, y, record)
         if not (text and ruler.single):  # the cells are full of text already
-            _hit_label(fig, ruler, y, record, framed.get(record.id))
-    fig.add_trace(cells.trace())
-    _unit_lines(fig, ruler, shown)
+            _hit_label(sheet, ruler, y, record, framed.get(record.id))
+    sheet.trace(cells.trace())
+    _unit_lines(sheet, ruler, shown)
     for y, record in enumerate(shown):
-        _boundary(fig, ruler, y, record, framed.get(record.id))
-    return fig
+        _boundary(sheet, ruler, y, record, framed.get(record.id))
+    return sheet.figure()
 
 
 def summary(records: Records, unit: int, *, policy: str, instead_of: Mapping[str, float] | None = None) -> str:
@@ -226,7 +228,7 @@ def _hover(record: Record, a: int, b: int, mark: str, ruler: _Ruler, typed: str)
     return out + "<br>" + say.HOVER_TEXT.format(text=show(excerpt(typed))) if typed else out
 
 
-def _grid(fig: go.Figure, ruler: _Ruler) -> None:
+def _grid(sheet: Sheet, ruler: _Ruler) -> None:
     """Label the x axis in round numbers; a small tick at every unit says how long the engine's ruler is."""
     frame, span = ruler.frame, ruler.stop - ruler.start
     step = max(1, round(tick_step(span, frame.plot, 70 * frame.scale)))
@@ -234,10 +236,10 @@ def _grid(fig: go.Figure, ruler: _Ruler) -> None:
     while minor * ruler.per_token < 3:
         minor *= 2
     ticks = {"dtick": minor, "tick0": 0, "ticks": "outside", "ticklen": 4 * frame.scale, "tickcolor": frame.colours.mute}
-    fig.update_xaxes(range=[ruler.start, ruler.stop], dtick=step, tick0=0, tickformat=",d", minor=ticks)
+    sheet.xaxis(range=[ruler.start, ruler.stop], dtick=step, tick0=0, tickformat=",d", minor=ticks)
 
 
-def _unit_lines(fig: go.Figure, ruler: _Ruler, shown: list[Record]) -> None:
+def _unit_lines(sheet: Sheet, ruler: _Ruler, shown: list[Record]) -> None:
     """Cut the bars at every unit, as the engine does, where the lines would not blot them out."""
     unit, scale = ruler.unit, ruler.frame.scale
     if unit * ruler.per_token < GRID_PIXELS * scale or (unit == 1 and not ruler.single):
@@ -252,29 +254,30 @@ def _unit_lines(fig: go.Figure, ruler: _Ruler, shown: list[Record]) -> None:
             xs += [x, x, None]
             ys += [y - half if x <= record.cached_tokens else y, y + half, None]
     line = {"color": ruler.frame.colours.background, "width": 1 if unit > 1 else 2}
-    fig.add_trace(go.Scatter(x=np.array(xs, np.float32), y=np.array(ys, np.float32), mode="lines", line=line, hoverinfo="skip"))
+    lines = {"x": np.array(xs, np.float32), "y": np.array(ys, np.float32), "mode": "lines", "line": line}
+    sheet.trace({"type": "scatter", **lines, "hoverinfo": "skip"})
 
 
-def _boundary(fig: go.Figure, ruler: _Ruler, y: int, record: Record, framed: tuple[int, int] | None) -> None:
+def _boundary(sheet: Sheet, ruler: _Ruler, y: int, record: Record, framed: tuple[int, int] | None) -> None:
     """Draw the line where the match ends, and the frame around what is selected."""
     c, scale, hit = ruler.frame.colours, ruler.frame.scale, record.cached_tokens
     if hit and ruler.start < hit <= ruler.stop:
-        fig.add_shape(type="line", x0=hit, x1=hit, y0=y - 0.48, y1=y + 0.48, line={"color": c.ink, "width": 3 * scale})
+        sheet.shape(type="line", x0=hit, x1=hit, y0=y - 0.48, y1=y + 0.48, line={"color": c.ink, "width": 3 * scale})
     if framed and framed[0] < ruler.stop and framed[1] > ruler.start:
         a, b = max(framed[0], ruler.start), min(framed[1], ruler.stop)
-        fig.add_shape(type="rect", x0=a, x1=b, y0=y - 0.44, y1=y + 0.44, line={"color": c.ink, "width": 2.5 * scale})
+        sheet.shape(type="rect", x0=a, x1=b, y0=y - 0.44, y1=y + 0.44, line={"color": c.ink, "width": 2.5 * scale})
 
 
-def _end_label(fig: go.Figure, frame: Frame, y: int, record: Record) -> None:
+def _end_label(sheet: Sheet, frame: Frame, y: int, record: Record) -> None:
     """Say at the end of the row how much was computed, and how long that took."""
     text = say.COMPUTED.format(n=say.number(record.prompt_tokens - (record.cached_tokens or 0)))
     if record.first_token is not None:
         text = say.RIBBON_END.format(computed=text, seconds=say.seconds(record.prefill_seconds))
     text, font = fit(text, frame.right - 10 * frame.scale, frame.small), {"size": frame.small, "color": frame.colours.ink}
-    fig.add_annotation(xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=y, showarrow=False, text=text, font=font)
+    sheet.note(xref="paper", x=1, xanchor="left", xshift=8 * frame.scale, y=y, text=text, font=font)
 
 
-def _hit_label(fig: go.Figure, ruler: _Ruler, y: int, record: Record, framed: tuple[int, int] | None) -> None:
+def _hit_label(sheet: Sheet, ruler: _Ruler, y: int, record: Record, framed: tuple[int, int] | None) -> None:
     """Say how much was reused beside the line where the match ends."""
     frame, hit = ruler.frame, record.cached_tokens or 0
     if not ruler.start <= hit <= ruler.stop:
@@ -282,46 +285,44 @@ def _hit_label(fig: go.Figure, ruler: _Ruler, y: int, record: Record, framed: tu
     label = say.REUSED.format(n=say.number(hit)) if hit else say.NOTHING_REUSED
     at = framed[0] if framed and framed[0] < hit <= framed[1] else hit  # beside what is selected, not over it
     if not hit or text_width(label, frame.small, bold=True) + 14 * frame.scale > (at - ruler.start) * ruler.per_token:
-        _note(fig, ruler, (hit, y), record, label)
+        _note(sheet, ruler, (hit, y), record, label)
         return
     begin = int(at - text_width(label, frame.small, bold=True) / ruler.per_token - 14 * frame.scale / ruler.per_token)
     alone = len({record.source(i) for i in range(max(begin, 0), at)}) == 1
     plate = frame.colours.hue(record.source(hit - 1)) if alone else frame.colours.background
     high = (frame.row * frame.bar - frame.small * 1.4) / 2 - 1  # as high as the bar, to keep the grid out of the words
-    fig.add_annotation(
+    sheet.note(
         x=at,
         xanchor="right",
         xshift=-2 * frame.scale,
         y=y,
         text=f"<b>{label}</b>",
-        showarrow=False,
         font={"size": frame.small, "color": frame.colours.on(plate)},
         bgcolor=plate,
         borderpad=high if alone else frame.scale,  # but never over the hues of other sources
     )
 
 
-def _note(fig: go.Figure, ruler: _Ruler, at: tuple[float, int], record: Record, text: str) -> None:
+def _note(sheet: Sheet, ruler: _Ruler, at: tuple[float, int], record: Record, text: str) -> None:
     """Write into the empty upper half of the cells from `at` on, or behind a row that is too short for that."""
     frame, (x, y) = ruler.frame, at
     end = min(len(record.tokens), ruler.stop)
     reach = x + (text_width(text, frame.small) + 10 * frame.scale) / ruler.per_token
     inside = reach <= end
     crosses = inside and any(x < edge < reach for part in record.parts for edge in (part.start, part.stop))
-    fig.add_annotation(
+    sheet.note(
         x=x if inside else end,
         xanchor="left",
         xshift=4 * frame.scale,
         y=y - frame.bar / 4 if inside else y,
         text=escape(text),
-        showarrow=False,
         font={"size": frame.small, "color": frame.colours.ink},
         bgcolor=frame.colours.background if crosses else None,  # no edge runs through the words
         borderpad=0,
     )
 
 
-def _token_text(fig: go.Figure, ruler: _Ruler, at: tuple[int, int], text: str, *, mark: str, source: str) -> None:
+def _token_text(sheet: Sheet, ruler: _Ruler, at: tuple[int, int], text: str, *, mark: str, source: str) -> None:
     """Write a token's text into its cell: over the fill where it was reused, else into the empty upper half."""
     frame, (x, y) = ruler.frame, at
     shown = fit(visible(text), ruler.per_token - 4 * frame.scale, frame.small)
@@ -329,4 +330,4 @@ def _token_text(fig: go.Figure, ruler: _Ruler, at: tuple[int, int], text: str, *
     font = {"size": frame.small, "color": c.on(c.hue(source)) if mark == "reused" else c.ink}
     above = y - frame.bar / 4 if mark == "computed" else y
     if shown:
-        fig.add_annotation(x=x + 0.5, y=above, text=escape(shown), showarrow=False, borderpad=0, font=font)
+        sheet.note(x=x + 0.5, y=above, text=escape(shown), borderpad=0, font=font)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plotly.subplots import make_subplots
-
 from kvlab.views import strings as say
 from kvlab.views.clock import Clock, ended
 from kvlab.views.frame import CLEAR, Cells, Frame, listed, tick_step
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvlab.trace.recorder import Record, Step
     from kvlab.views.palette import Theme
+    from kvlab.views.sheet import Sheet
 
     Records = Mapping[str, Record] | Iterable[Record]
 
@@ -85,7 +84,7 @@ def timeline(
     subtitle = say.TIME_SUB if any(s.estimated for s in spans) else say.TIME_SUB_SHORT
     if len(rows) > len(shown):
         subtitle += " · " + say.MORE_REQUESTS.format(n=say.number(len(rows) - len(shown)))
-    fig = frame.figure(
+    sheet = frame.sheet(
         title,
         subtitle,
         len(spans) * frame.row,
@@ -93,10 +92,10 @@ def timeline(
         y_title=say.RIBBON_Y,
         right=12 * scale,
     )
-    frame.rows(fig, [escape(fit(s.id, frame.left - 26 * scale, frame.small)) for s in spans])
-    _draw(fig, frame, spans, frame.width - frame.left - 12 * scale)
+    frame.rows(sheet, [escape(fit(s.id, frame.left - 26 * scale, frame.small)) for s in spans])
+    _draw(sheet, frame, spans, frame.width - frame.left - 12 * scale)
     for cut in clock.cuts:
-        fig.add_shape(
+        sheet.shape(
             type="line",
             x0=cut,
             x1=cut,
@@ -106,7 +105,7 @@ def timeline(
             layer="below",
             line={"color": frame.colours.line, "width": 2 * scale, "dash": "dot"},
         )
-    return fig
+    return sheet.figure()
 
 
 def split_bars(
@@ -137,37 +136,29 @@ def split_bars(
     if not most:
         return frame.empty(say.SPLIT, say.EMPTY_TIME, 3 * frame.row)
     height = (most + 0.7) * frame.row
-    base = frame.figure(say.SPLIT, say.TIME_SUB_SHORT, height, x_title=say.SPLIT_X, y_title=say.RIBBON_Y, right=12 * scale)
-    fig = make_subplots(rows=1, cols=len(columns), horizontal_spacing=frame.left / frame.width)
-    layout = base.layout.to_plotly_json()
-    x, y = layout.pop("xaxis"), layout.pop("yaxis")
-    y.pop("title")  # the first column's says it for all
-    fig.update_layout(layout)
-    fig.update_xaxes(x)
-    fig.update_yaxes(y)
-    fig.update_yaxes(title=base.layout.yaxis.title, row=1, col=1)
-    plot = (frame.width - frame.left - 12 * scale - (len(columns) - 1) * frame.left) / len(columns)
+    sheet = frame.sheet(say.SPLIT, say.TIME_SUB_SHORT, height, x_title=say.SPLIT_X, y_title=say.RIBBON_Y, right=12 * scale)
+    whole = frame.width - frame.left - 12 * scale
+    sheet.split(len(columns), frame.left / whole)
+    plot = (whole - (len(columns) - 1) * frame.left) / len(columns)
     spans = {p: [_from_zero(r, (ghosts or {}).get(p, {}).get(r.id, 0.0)) for r in of] for p, of in columns.items()}
     reach = max(_reach(frame, of, plot) for of in spans.values() if of)
-    for column, (policy, of) in enumerate(spans.items(), 1):
-        at = {"row": 1, "col": column}
-        fig.update_yaxes(
+    for column, (policy, of) in enumerate(spans.items()):
+        sheet.yaxis(
             range=[most - 0.5, -1.2],
             tickvals=list(range(len(of))),
-            **at,
+            column=column,
             ticktext=[escape(fit(s.id, frame.left - 16 * scale, frame.small)) for s in of],
         )
-        _draw(fig, frame, of, plot, reach=reach, at=at)
-        fig.add_annotation(
+        _draw(sheet, frame, of, plot, reach=reach, column=column)
+        sheet.note(
             x=0,
             xanchor="left",
             y=-0.85,
             text=f"<b>{say.POLICY[policy]}</b>",
-            showarrow=False,
-            **at,
+            column=column,
             font={"size": frame.normal, "color": frame.colours.ink},
         )
-    return fig
+    return sheet.figure()
 
 
 def summary(records: Records, ghosts: Mapping[str, float] | None = None) -> str:
@@ -273,16 +264,13 @@ def _reach(frame: Frame, spans: list[_Span], plot: float) -> float:
     return reach * 1.005
 
 
-def _draw(
-    fig: go.Figure, frame: Frame, spans: list[_Span], plot: float, *, reach: float | None = None, at: dict[str, int] | None = None
-) -> None:
-    """Draw rows of bars into a figure, or into the subplot `at`."""
-    at = at or {}
+def _draw(sheet: Sheet, frame: Frame, spans: list[_Span], plot: float, *, reach: float | None = None, column: int = 0) -> None:
+    """Draw rows of bars into a figure, or into one column of it."""
     if not spans:
         return
     reach = reach or _reach(frame, spans, plot)
     pixels = plot / reach
-    fig.update_xaxes(range=[0, reach], dtick=tick_step(reach, plot, 80 * frame.scale), tick0=0, **at)
+    sheet.xaxis(range=[0, reach], dtick=tick_step(reach, plot, 80 * frame.scale), tick0=0, column=column)
     c, height = frame.colours, frame.bar * 0.85
     cells = Cells(frame)
     for y, span in enumerate(spans):
@@ -296,25 +284,25 @@ def _draw(
             if fits and seconds:
                 plate = {"bgcolor": fill, "borderpad": 1} if span.estimated else {}  # hatching would run through the digits
                 note = {"text": f"<b>{say.seconds(seconds)}</b>", "font": {"size": frame.small, "color": c.on(fill)}}
-                fig.add_annotation(x=(a + b) / 2, y=y, showarrow=False, **note, **plate, **at)
+                sheet.note(x=(a + b) / 2, y=y, **note, **plate, column=column)
         if span.saved:
-            _ghost(fig, frame, y, span, pixels, at)
+            _ghost(sheet, frame, y, span, pixels, column)
         if behind:
             place = {"x": span.end + span.saved, "xanchor": "left", "xshift": 6 * frame.scale, "y": y}
             font = {"size": frame.small, "color": c.ink}
-            fig.add_annotation(text=behind, font=font, showarrow=False, **place, **at)
-    fig.add_trace(cells.trace(), **at)
+            sheet.note(text=behind, font=font, **place, column=column)
+    sheet.trace(cells.trace(), column=column)
 
 
-def _ghost(fig: go.Figure, frame: Frame, y: int, span: _Span, pixels: float, at: dict[str, int]) -> None:  # noqa: PLR0917
+def _ghost(sheet: Sheet, frame: Frame, y: int, span: _Span, pixels: float, column: int) -> None:  # noqa: PLR0917
     """Outline the prefill that caching removed, behind the row."""
     c, half = frame.colours, frame.bar * 0.85 / 2
     a, b = span.end + 3 / pixels, span.end + span.saved
     if b <= a:
         return
     outline = {"line": {"color": c.mute, "width": 1.5 * frame.scale, "dash": "dash"}, "fillcolor": CLEAR}
-    fig.add_shape(type="rect", x0=a, x1=b, y0=y - half, y1=y + half, **outline, **at)
+    sheet.shape(type="rect", x0=a, x1=b, y0=y - half, y1=y + half, **outline, column=column)
     text = say.SAVED.format(time=say.seconds(span.saved))
     if _ghost_fits(frame, span, pixels):
         font = {"size": frame.small, "color": c.mute}
-        fig.add_annotation(x=(a + b) / 2, y=y, text=text, showarrow=False, font=font, **at)
+        sheet.note(x=(a + b) / 2, y=y, text=text, font=font, column=column)
