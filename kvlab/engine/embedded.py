@@ -295,9 +295,10 @@ def _cache_trouble(error: OSError, root: Path) -> str:
 
 
 def _bytes_under(folder: Path) -> int:
-    """Add up the files under `folder`, while others may come and go."""
+    """Add up the files under `folder`, while others may come and go (os.walk does not mind, Path.rglob raises)."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(parent) / name).stat().st_size
     return total
