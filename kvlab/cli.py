@@ -21,6 +21,8 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvlab.demo import Situation
+
 SOME_USABLE = 1
 NOTHING_USABLE = 2
 INTERRUPTED = 130
@@ -82,6 +84,54 @@ def fetch(
         folder = embedded.fetch(dtype.value, progress=progress)
     size = memory.in_words(sum(file.stat().st_size for file in folder.iterdir()))
     typer.echo(f"{embedded.EMBEDDED.model} ({dtype.value}, {size}) is verified: {folder}")
+
+
+@app.command()
+def demo(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object a situation, and nothing else, on stdout")] = False,
+    full: Annotated[bool, typer.Option("--full", help="a long answer of 2,000 tokens on a CPU too (minutes)")] = False,
+    model: Annotated[str | None, typer.Option(help="a folder, a GGUF file or a hub id instead of the embedded model")] = None,
+) -> None:
+    """Run the article's four situations on the real model with both caches: tokens skipped, prefill and decode seconds, and why."""
+    from kvlab import demo as four
+    from kvlab.engine.models import load_model
+
+    with progress_bar() as progress:
+        loaded = load_model(model, progress=progress)
+    with progress_bar() as progress:
+        found = []
+        for done, situation in enumerate(four.situations(loaded, full=full, tell=lambda text: progress(len(found) / 4, text)), 1):
+            found.append(situation)
+            progress(done / 4, situation.name)
+            if as_json:
+                typer.echo(json.dumps(situation.plain()))
+    if not as_json:
+        _print_demo(found, repr(loaded))
+
+
+def _print_demo(found: list[Situation], about: str) -> None:
+    """Print the situations as a table, with the reasons below."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlab.demo import POLICY
+
+    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    table = Table(title=about, title_justify="left", caption="of the second request; the first one filled the cache")
+    for name in ("situation", "cache", "tokens skipped", "prefill", "without reuse", "decode", "output tokens"):
+        table.add_column(name, justify="left" if name in ("situation", "cache") else "right")
+    for s in found:
+        for i, (policy, side) in enumerate(s.sides.items()):
+            skipped = f"{side.cached_tokens:,} of {s.prompt_tokens:,}"
+            times = (f"{side.prefill_seconds:.2f} s", f"{side.full_seconds:.2f} s", f"{side.decode_seconds:.2f} s")
+            name = "" if i else s.name
+            table.add_row(name, POLICY[policy], skipped, *times, f"{side.output_tokens:,}", end_section=i == len(s.sides) - 1)
+    out.print(table)
+    for s in found:
+        out.print(f"[bold]{s.name}[/bold]")
+        for policy, side in s.sides.items():
+            out.print(f"  {POLICY[policy]}: {side.why}", markup=False)
 
 
 @app.command()

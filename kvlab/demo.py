@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.engine.engine import Engine
 from kvlab.engine.request import Request
 from kvlab.situations import Layout, Writer
+from kvlab.views.strings import POLICY
 from kvlab.views.summary import why
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from kvlab.engine.models import Loaded
     from kvlab.engine.request import Result
+
+__all__ = ["POLICY", "Side", "Situation", "situations"]
 
 POLICIES = ("vllm", "sglang")
 POOL = 4096  # tokens
@@ -75,7 +78,7 @@ def situations(loaded: Loaded, *, full: bool = False, tell: Callable[[str], None
     for engine in engines.values():  # the very first pass pays for things that have nothing to do with caching
         tell("warming up")
         engine.generate([writer.prompt(Layout(shared=200), 0)], max_new_tokens=2, ignore_eos=True)
-    long_answer = FULL_ANSWER if full else LONG_ANSWER[engines["vllm"].device.type]
+    long_answer = FULL_ANSWER if full else LONG_ANSWER[loaded.device.type]
     for name, layout in LAYOUTS.items():
         answer = long_answer if name == "long_answer" else ANSWER
         sides = {}

@@ -1,0 +1,37 @@
+"""`kvlab demo` on the real model, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.timeout(600)
+def test_the_four_situations(embedded):
+    process = subprocess.Popen([sys.executable, "-m", "kvlab", "demo", "--json"], stdout=subprocess.PIPE, text=True)
+    out = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    found = {row["situation"]: row for row in map(json.loads, out.splitlines())}
+    skipped = {name: (row["vllm"]["cached_tokens"], row["sglang"]["cached_tokens"]) for name, row in found.items()}
+    assert skipped == {
+        "shared_first": (992, 1000),
+        "timestamp_first": (0, 0),
+        "timestamp_after": (992, 1000),
+        "long_answer": (992, 1000),
+    }
+    assert found["shared_first"]["prompt_tokens"] == 1040
+    for row in found.values():
+        for side in (row["vllm"], row["sglang"]):
+            assert set(side) == {"cached_tokens", "prefill_seconds", "decode_seconds", "output_tokens"}
+            assert side["prefill_seconds"] > 0
+    long, short = found["long_answer"]["vllm"], found["shared_first"]["vllm"]
+    assert long["output_tokens"] >= 200
+    assert long["decode_seconds"] > 3 * short["decode_seconds"], "decode grows with the answer"
+    missed = found["timestamp_first"]["vllm"]["prefill_seconds"]
+    assert short["prefill_seconds"] < missed / 4, "resuming after 992 of 1040 tokens is under a quarter of the full prefill"
+    assert usage.ru_maxrss * 1024 < 2e9, "bytes at its peak"
