@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Iterator
 
     from playwright.sync_api import ConsoleMessage, Page, Request
@@ -30,7 +30,14 @@ STARTING = 60  # s that a server may take on a loaded machine
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 
 # What JupyterLab and Voila themselves put on the console or fail to fetch, one by one, each with its reason; all else is ours.
-NOISE: list[tuple[re.Pattern[str], str]] = []
+NOISE: list[tuple[re.Pattern[str], str]] = [
+    (
+        re.compile(
+            r"^net::ERR_ABORTED (GET|POST|PUT) http://127\.0\.0\.1:\d+/(lab/)?api/(contents|kernels|sessions|terminals|workspaces)\b"
+        ),
+        "JupyterLab polls its folders, kernels and workspaces; leaving the page cuts off the request under way",
+    ),
+]
 
 
 def chromium() -> str:
@@ -129,7 +136,7 @@ def voila_server(
     with _server(command, folder, f"http://127.0.0.1:{port}/voila/static/", env) as server:
         server.url = f"http://127.0.0.1:{port}"
         if preheat:
-            wait_for_pools(server, len(list(folder.glob("*.ipynb"))))
+            wait_for_pools(server, len(list(path.glob("*.ipynb"))) if path.is_dir() else 1)
         yield server
 
 
@@ -207,11 +214,11 @@ class Tab:
         )
 
     def wait_for_charts(self, count: int, revision: int = 1, timeout: float = 60) -> None:
-        """Wait until `count` charts are there and each shows at least `revision`; fails with what they show instead."""
+        """Wait until `count` charts are visible and each shows at least `revision`; fails with what they show instead."""
         try:
             self.page.wait_for_function(
                 """([count, revision]) => {
-                    const charts = [...document.querySelectorAll(".kvlab-chart")];
+                    const charts = [...document.querySelectorAll(".kvlab-chart")].filter(chart => chart.clientWidth);
                     return charts.length >= count && charts.every(chart => Number(chart.dataset.kvlabDrawn ?? -1) >= revision);
                 }""",
                 arg=[count, revision],
@@ -221,16 +228,41 @@ class Tab:
             msg = f"Waited {timeout} s for {count} charts at revision {revision}; there are {self.charts()}, errors {self.errors}"
             raise AssertionError(msg) from error
 
-    def open_notebook(self, server: Server, name: str) -> None:
-        """Open a notebook in JupyterLab and wait for its kernel."""
-        self.page.goto(f"{server.url}/lab/tree/{name}")
-        self.page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=60_000)
+    def open_notebook(self, server: Server, name: str, *, reload: bool = True) -> None:
+        """Open a notebook in JupyterLab and wait for its kernel; without `reload` from the file browser of the open page."""
+        if reload:
+            self.page.goto(f"{server.url}/lab/tree/{name}?reset")  # none of the notebooks that were open before
+        else:
+            self.page.get_by_role("listitem", name=f"Name: {name}").dblclick()
+        self.page.locator(".jp-NotebookPanel:visible .jp-Cell").first.wait_for(timeout=60_000)
         self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=60_000)
 
     def run_all_cells(self) -> None:
         """Choose Run > Run All Cells from JupyterLab's menu."""
-        self.page.get_by_role("menuitem", name="Run", exact=True).click()
-        self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        self._choose("Run", "Run All Cells")
+
+    def restart_and_run_all(self) -> None:
+        """Choose Kernel > Restart Kernel and Run All Cells, and confirm."""
+        self._choose("Kernel", "Restart Kernel and Run All Cells…")
+        self.page.get_by_role("button", name="Restart", exact=True).click()
+        self.page.locator(".jp-Dialog").wait_for(state="detached")
+
+    def save_notebook(self) -> None:
+        """Choose File > Save Notebook, and wait until it is saved."""
+        with self.page.expect_response(lambda response: response.request.method == "PUT" and "/api/contents/" in response.url):
+            self._choose("File", "Save Notebook")
+
+    def shut_down_kernels(self, server: Server) -> None:
+        """End all kernels of a JupyterLab server, so that the next page starts afresh."""
+        sessions = self.page.request.get(f"{server.url}/api/sessions").json()
+        token = next(cookie["value"] for cookie in self.page.context.cookies() if cookie["name"] == "_xsrf")
+        self.page.goto("about:blank")
+        for session in sessions:
+            self.page.request.delete(f"{server.url}/api/sessions/{session['id']}", headers={"X-XSRFToken": token})
+
+    def _choose(self, menu: str, item: str) -> None:
+        self.page.get_by_role("menuitem", name=menu, exact=True).click()
+        self.page.get_by_role("menuitem", name=item).first.click()
 
 
 def _is_here(url: str) -> bool:

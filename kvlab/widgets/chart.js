@@ -213,10 +213,10 @@ function render({ model, el }) {
   on(["change:data_open", "change:table"], showData);
 
   const sizes = new ResizeObserver(() => {
-    if (root.clientWidth && (String(root.clientWidth) !== root.dataset.kvlabWidth || String(model.get("figure").revision) !== root.dataset.kvlabDrawn)) {
-      reportPage();
-      draw();
-    }
+    if (!root.clientWidth) return; // not on the page, or in a closed part of it
+    reportPage();
+    const { kvlabDrawn, kvlabWidth } = root.dataset;
+    if (kvlabDrawn !== String(model.get("figure").revision) || kvlabWidth !== String(root.clientWidth)) draw();
   });
   sizes.observe(root);
   const looks = new MutationObserver(reportPage);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import threading
 import uuid
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets as t
+from comm import DummyComm
 
 from kvlab.widgets.table import Data, build_table, figure_data, plain_text
 
@@ -41,6 +43,7 @@ WORDS = {
 """What a chart itself says; the browser holds no text of its own."""
 
 KERNEL = uuid.uuid4().hex  # one a process: charts of one kernel ask once for plotly.js, whatever is on the page
+_first = threading.Lock()  # held for good by the first chart of this process that a page can see
 
 
 @cache
@@ -127,6 +130,9 @@ class Chart(anywidget.AnyWidget):
         self._data: Data | Callable[[], Data] = []
         super().__init__(alt=alt, summary=summary, plotly_js_version=plotly_js_version(), **traits)
         self.on_msg(self._answer)
+        # Voila's page comes when all cells have run; every other page is already there.
+        if not isinstance(self.comm, DummyComm) and "VOILA_BASE_URL" not in os.environ and _first.acquire(blocking=False):
+            self._bring_plotly()
         self.observe(self._fill_table, "data_open")
         if figure is not None:
             self.show(figure, alt=alt or None, table=table)
@@ -197,8 +203,11 @@ class Chart(anywidget.AnyWidget):
         except Exception as error:  # noqa: BLE001 - whatever the caller's table ran into is said in its place
             self.table = {"error": self.words["no_table"].format(why=error)}
 
+    def _bring_plotly(self) -> None:
+        self.send({"plotly_js": self.plotly_js_version}, buffers=[plotly_js()])
+
     def _answer(self, _chart: object, content: dict[str, Any], _buffers: object) -> None:
         if content.get("want") == "plotly.js":
-            self.send({"plotly_js": self.plotly_js_version}, buffers=[plotly_js()])
+            self._bring_plotly()
         elif content.get("want") == "state":
             self.send_state()

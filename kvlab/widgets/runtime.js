@@ -1,7 +1,10 @@
 // One plotly.js for the whole page, whoever brings it. A page may have loaded it ahead (`kvlabPlotly`, a promise: our Voila template).
-// Elsewhere a chart asks its kernel with a message, and the kernel answers with a message: as a trait its 4.8 MB would be saved into
-// every notebook, and come once a chart. What is shared lies behind a symbol of the page, one entry a version, so that charts of two
-// kernels, a restarted kernel and a late chart all find what is already there.
+// Elsewhere the first chart of a kernel brings it in a message right after itself, which comes even while the kernel is busy with
+// cells; a page that comes later asks for it. Messages, no trait: a trait of 4.8 MB would be saved into every notebook, and come once a
+// chart. What is shared lies behind a symbol of the page, one entry a version, so that charts of two kernels, of a restarted kernel
+// and late ones all find what is already there.
+const ASK_AFTER = 400; // ms for what the kernel may have sent by itself
+
 const page = (globalThis[Symbol.for("kvlab.plotly")] ??= new Map());
 
 function entryOf(version) {
@@ -24,9 +27,9 @@ function plotlyFor(model, { again = false } = {}) {
   const entry = entryOf(model.get("plotly_js_version"));
   const kernel = model.get("kernel");
   entry.ahead.then(() => {
-    if (entry.started || (entry.asked.has(kernel) && !again)) return;
+    if (entry.asked.has(kernel) && !again) return;
     entry.asked.add(kernel);
-    model.send({ want: "plotly.js" });
+    setTimeout(() => entry.started || model.send({ want: "plotly.js" }), again ? 0 : ASK_AFTER);
   });
   return entry.plotly;
 }
