@@ -1,4 +1,7 @@
-"""kvlab: see prefix caching happen on a real model. Public names load on first use; importing kvlab loads no torch, plotly or ipywidgets."""
+"""kvlab: see prefix caching happen on a real model.
+
+Public names load on first use; ``import kvlab`` itself loads no torch, plotly or ipywidgets.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _HOMES = {
     "Lab": "kvlab.widgets.lab",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the table above holds strings only
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module's attribute can be anything

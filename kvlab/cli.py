@@ -93,17 +93,17 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="a long answer of 2,000 tokens on a CPU too (minutes)")] = False,
     model: Annotated[str | None, typer.Option(help="a folder, a GGUF file or a hub id instead of the embedded model")] = None,
 ) -> None:
-    """Run the article's four situations on the real model with both caches: tokens skipped, prefill and decode seconds, and why."""
+    """Run the article's four situations on the real model, both caches: tokens skipped, prefill and decode seconds, and why."""
     from kvlab import demo as four
     from kvlab.engine.models import load_model
 
     with progress_bar() as progress:
         loaded = load_model(model, progress=progress)
     with progress_bar() as progress:
-        found = []
-        for done, situation in enumerate(four.situations(loaded, full=full, tell=lambda text: progress(len(found) / 4, text)), 1):
+        found: list[Situation] = []
+        tell = lambda text: progress(len(found) / len(four.LAYOUTS), text)  # noqa: E731 - short and used once
+        for situation in four.situations(loaded, full=full, tell=tell):
             found.append(situation)
-            progress(done / 4, situation.name)
             if as_json:
                 typer.echo(json.dumps(situation.plain()))
     if not as_json:

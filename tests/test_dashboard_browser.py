@@ -6,8 +6,8 @@ import re
 import shutil
 
 import pytest
-
 from browser import ROOT, browser_tab, lab_server, voila_server
+
 from kvlab.widgets import words
 from kvlab.widgets.lab import VIEWS
 

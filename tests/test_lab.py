@@ -26,7 +26,14 @@ def ready():
 @pytest.fixture
 def lab(ready):
     ready.wait(120)
-    for name, value in {"timestamp": "none", "shared": SHARED, "question": QUESTION, "answer": 3, "block_size": 16, "page_size": 1}.items():
+    for name, value in {
+        "timestamp": "none",
+        "shared": SHARED,
+        "question": QUESTION,
+        "answer": 3,
+        "block_size": 16,
+        "page_size": 1,
+    }.items():
         ready.controls[name].field.value = value
     ready.start_over()
     return ready

@@ -97,7 +97,13 @@ class Frame:
         lines = self._title(title, subtitle)
         top = (len(lines) * 20 + 9) * self.scale
         bottom = (50 if axis else 8) * self.scale
-        line = {"fixedrange": True, "zeroline": False, "showgrid": False, "color": c.mute, "tickfont": {"size": self.small}}
+        line: dict[str, Any] = {
+            "fixedrange": True,
+            "zeroline": False,
+            "showgrid": False,
+            "color": c.mute,
+            "tickfont": {"size": self.small},
+        }
         layout = dict(  # noqa: C408 - properties of plotly, not keys
             font={"family": FONT, "size": self.normal, "color": c.ink},
             paper_bgcolor=c.background,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,16 @@ from kvlab.widgets.chart import Chart
 from kvlab.widgets.scene import POLICIES, LiveSource, Scene, Settings, recorded_scene
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import plotly.graph_objects as go
+
+    from kvlab.views.palette import Theme
 
 ROWS = 4  # requests shown in a ribbon
 WIDTH = 990  # pixels of the pictures' column
 HALF = 485
-LABEL_WIDTH = "230px"
+LEFT = "230px"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class View:
 
 
 CONTROLS = (
-    Control("timestamp", words.TIMESTAMP, {words.TIMESTAMPS[x]: x for x in ("none", *(x for x in TIMESTAMPS if x != "none"))}),
+    Control("timestamp", words.TIMESTAMP, {words.TIMESTAMPS[x]: x for x in sorted(TIMESTAMPS, key=lambda x: x != "none")}),
     Control("shared", words.SHARED),
     Control("question", words.QUESTION),
     Control("answer", words.ANSWER),
@@ -102,6 +105,11 @@ def _say_seconds(scene: Scene) -> str:
     return " ".join(f"{words.POLICY[p]}: {timeline.summary(s.last(1), s.saved_seconds)}" for p, s in scene.sides.items())
 
 
+def _list_seconds(scene: Scene) -> list[dict[str, Any]]:
+    sides = scene.sides.items()
+    return timeline.split_table({p: s.records for p, s in sides}, {p: s.saved_seconds for p, s in sides})
+
+
 VIEWS = (
     *map(_ribbon, POLICIES),
     View(
@@ -123,7 +131,9 @@ VIEWS = (
         words.SECONDS,
         _seconds,
         _say_seconds,
-        lambda s: timeline.split_table({p: x.records for p, x in s.sides.items()}, {p: x.saved_seconds for p, x in s.sides.items()}),
+        lambda s: timeline.split_table(
+            {p: x.records for p, x in s.sides.items()}, {p: x.saved_seconds for p, x in s.sides.items()}
+        ),
     ),
 )
 
@@ -189,7 +199,8 @@ class Lab(w.VBox):
             button.layout.width = "auto"
             button.layout.height = "34px"
         buttons = [self.run_button, self.stop_button, self.over_button]
-        self._left = w.VBox([*self.controls.values(), *buttons, self.bar, self._status], layout=w.Layout(width="230px", flex="0 0 230px"))
+        column = [*self.controls.values(), *buttons, self.bar, self._status]
+        self._left = w.VBox(column, layout=w.Layout(width=LEFT, flex=f"0 0 {LEFT}"))
         self._left.add_class("kvlab-left")
         self._sentence = w.HTML()
         self.charts = {v.name: Chart(alt=v.alt) for v in VIEWS}
@@ -197,7 +208,8 @@ class Lab(w.VBox):
         pair = w.HBox([self.charts["blocks"], self.charts["tree"]])
         pair.add_class("kvlab-pair")
         ribbons = [self.charts[f"ribbon-{p}"] for p in POLICIES]
-        self._right = w.VBox([self._sentence, *ribbons, pair, self.charts["seconds"], self._legend], layout=w.Layout(flex="1 1 auto", min_width="0"))
+        column = [self._sentence, *ribbons, pair, self.charts["seconds"], self._legend]
+        self._right = w.VBox(column, layout=w.Layout(flex="1 1 auto", min_width="0"))
         self._right.add_class("kvlab-right")
 
     def _control(self, control: Control) -> w.VBox:
@@ -269,7 +281,8 @@ class Lab(w.VBox):
     def _refuse_if_busy(self) -> bool:
         if self.phase == "ready":
             return False
-        self._say({"working": words.BUSY, "loading": words.NOT_READY}.get(self.phase, self.message), trouble=self.phase == "failed")
+        said = {"working": words.BUSY, "loading": words.NOT_READY}.get(self.phase, self.message)
+        self._say(said, trouble=self.phase == "failed")
         return True
 
     def _begin(self, work: Callable[[], None]) -> None:
@@ -327,14 +340,16 @@ class Lab(w.VBox):
     def draw(self) -> None:
         """Draw the scene anew."""
         scene = self.scene
-        look = {"theme": self.charts["ribbon-vllm"].theme, "scale": 1.0}
+        theme: Theme = "dark" if self.charts["ribbon-vllm"].theme == "dark" else "light"
+        look = {"theme": theme, "scale": 1.0}
         for view in VIEWS:
             chart = self.charts[view.name]
             try:
-                chart.show(view.draw(scene, look), alt=view.alt, summary=view.say(scene), table=lambda v=view, s=scene: v.data(s))
+                chart.show(view.draw(scene, look), alt=view.alt, summary=view.say(scene), table=partial(view.data, scene))
             except Exception as error:  # noqa: BLE001 - a picture that fails says so in its place
                 chart.say(words.DRAW_FAILED.format(error=error))
-        self._legend.value = legend(theme=look["theme"])
+        parts = {p.source for side in scene.sides.values() for r in side.records for p in r.parts}
+        self._legend.value = legend({*parts, "system", "timestamp", "question", "generated"}, theme=theme)
         self._paint_head()
         self._paint_sentence()
 

@@ -143,7 +143,7 @@ class LiveSource:
         if sizes == self._built:
             return
         assert self.loaded is not None, "the model is loaded before engines are built"
-        options: Mapping[str, dict[str, int]] = {"vllm": {"block_size": sizes[0]}, "sglang": {"page_size": sizes[1]}}
+        options: Mapping[str, dict[str, Any]] = {"vllm": {"block_size": sizes[0]}, "sglang": {"page_size": sizes[1]}}
         self.engines = {p: Engine(self.loaded, cache=p, num_tokens=self.num_tokens, **options[p]) for p in POLICIES}
         self._built = sizes
         for engine in self.engines.values():  # the very first pass pays for things that have nothing to do with caching

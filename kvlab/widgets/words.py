@@ -9,7 +9,12 @@ ABOUT = "{model} · {device} · {dtype} · pool {pool:,} tokens"
 RECORDED = "a recorded run of SmolLM2-135M"
 
 TIMESTAMP = "Timestamp"
-TIMESTAMPS = {"none": "none", "before": "before the shared part", "between": "between shared part and question", "after": "after the question"}
+TIMESTAMPS = {
+    "none": "none",
+    "before": "before the shared part",
+    "between": "before the question",
+    "after": "after the question",
+}
 SHARED = "Shared part (tokens)"
 QUESTION = "Question (tokens)"
 ANSWER = "Answer (tokens)"
