@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers: no test may ask a hub
+# Before anything imports torch or transformers, and for the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may ask a hub
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # torch's threads spin while they wait; beside a browser that takes 10 times as long
 
 import pytest
 
