@@ -26,7 +26,7 @@ export JUPYTER_PATH := $(CURDIR)/etc/jupyter$(if $(JUPYTER_PATH),:$(JUPYTER_PATH
 export JUPYTER_CONFIG_PATH := $(CURDIR)/etc/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab dashboards demo fetch test soak check format notebooks clean chromium
+.PHONY: help lab dashboards demo fetch test soak check format notebooks docs clean chromium
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ format: .venv/dev.stamp  ## let ruff format the code and mend what it can
 
 notebooks: .venv/dev.stamp  ## make every .ipynb anew from the percent-format .py beside it
 	$(BIN)/jupytext --to ipynb $$(git ls-files 'notebooks/*.py')
+
+docs: .venv/dev.stamp chromium  ## make docs/01_four_situations.md anew, with pictures of a live run
+	HF_HUB_OFFLINE=1 $(BIN)/python docs/render.py
 
 clean:  ## remove the environment and all caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis screenshots

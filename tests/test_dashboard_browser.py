@@ -11,7 +11,7 @@ from browser import ROOT, browser_tab, lab_server, voila_server
 from kvlab.widgets import words
 from kvlab.widgets.lab import VIEWS
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 DASHBOARD = ROOT / "notebooks" / "dashboards" / "cache_lab.ipynb"
 MODEL_LOADS = 120_000  # ms that a busy machine may take
