@@ -197,10 +197,19 @@ class Tab:
         assert not troubles, "The page had errors:\n" + "\n".join(troubles)
 
     def screenshot(self, name: str) -> Path:
-        """Keep the whole page as screenshots/NAME.png."""
+        """Keep the page as screenshots/NAME.png, to the end of what scrolls in it (as Voila and JupyterLab do)."""
         SCREENSHOTS.mkdir(exist_ok=True)
         path = SCREENSHOTS / f"{name}.png"
-        self.page.screenshot(path=path, full_page=True)
+        size = self.page.viewport_size
+        hidden = self.page.evaluate(
+            """() => Math.max(0, ...[...document.querySelectorAll("html, body, body *")]
+                .filter(node => node.clientHeight > innerHeight / 2 && /auto|scroll/.test(getComputedStyle(node).overflowY))
+                .map(node => node.scrollHeight - node.clientHeight))"""
+        )
+        self.page.set_viewport_size({"width": size["width"], "height": min(size["height"] + hidden, 6000)})
+        self.page.wait_for_timeout(300)  # for what draws itself anew
+        self.page.screenshot(path=path)
+        self.page.set_viewport_size(size)
         return path
 
     def charts(self) -> list[dict[str, Any]]:
@@ -234,17 +243,23 @@ class Tab:
             self.page.goto(f"{server.url}/lab/tree/{name}?reset")  # none of the notebooks that were open before
         else:
             self.page.get_by_role("listitem", name=f"Name: {name}").dblclick()
-        self.page.locator(".jp-NotebookPanel:visible .jp-Cell").first.wait_for(timeout=60_000)
-        self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=60_000)
+        panel = self.page.locator(".jp-NotebookPanel:visible")
+        panel.locator(".jp-Cell").first.wait_for(timeout=60_000)
+        panel.locator(".jp-KernelName", has_text="Python 3").wait_for(timeout=60_000)
+        bar = self.page.locator("#jp-main-statusbar")
+        bar.get_by_text(name, exact=True).wait_for(timeout=60_000)
+        bar.get_by_text("| Idle").wait_for(timeout=60_000)
 
     def run_all_cells(self) -> None:
-        """Choose Run > Run All Cells from JupyterLab's menu."""
+        """Choose Run > Run All Cells from JupyterLab's menu, and see that it starts."""
         self._choose("Run", "Run All Cells")
+        prompt = self.page.locator(".jp-NotebookPanel:visible .jp-CodeCell .jp-InputPrompt").first
+        prompt.filter(has_text=re.compile(r"\[(\*|\d+)\]")).wait_for(timeout=60_000)
 
     def restart_and_run_all(self) -> None:
         """Choose Kernel > Restart Kernel and Run All Cells, and confirm."""
         self._choose("Kernel", "Restart Kernel and Run All Cells…")
-        self.page.get_by_role("button", name="Restart", exact=True).click()
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
         self.page.locator(".jp-Dialog").wait_for(state="detached")
 
     def save_notebook(self) -> None:
@@ -282,6 +297,11 @@ def browser_tab(*, width: int = 1280, height: int = 900, dark: bool = False) -> 
             context = browser.new_context(
                 viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", accept_downloads=True
             )
-            yield Tab(context.new_page())
+            tab = Tab(context.new_page())
+            try:
+                yield tab
+            except BaseException:
+                tab.screenshot("failed")  # what the page looked like then
+                raise
         finally:
             browser.close()

@@ -90,7 +90,13 @@ Chart(figure("bars", 1), alt="bars", patience=1)
 ]
 
 # A cell that ends when a file appears: the charts above must not wait for it.
-BUSY = [SETUP, "charts[0]", "while not Path('go').exists(): time.sleep(0.1)", "print('gone on')", "charts[1]"]
+BUSY = [
+    SETUP,
+    "charts[0]",
+    "while not Path('go').exists(): time.sleep(0.1)",
+    "charts[1]",
+    "import os; print('end of', os.getpid())",
+]
 
 
 @pytest.fixture(scope="module")
@@ -194,12 +200,13 @@ def test_charts_do_not_wait_for_a_busy_kernel_and_share_one_library(lab, folder)
         tab.open_notebook(lab, "busy.ipynb")
         tab.run_all_cells()
         tab.wait_for_charts(1)  # while the third cell runs
-        printed = tab.page.locator(".jp-OutputArea-output", has_text="gone on")
-        assert printed.count() == 0
+        end = tab.page.locator(".jp-OutputArea-output", has_text=re.compile(r"end of \d+"))
+        assert end.count() == 0
         (folder / "go").touch()
-        printed.wait_for()
         tab.wait_for_charts(2)
+        first = end.text_content()
         tab.restart_and_run_all()
+        end.filter(has_not_text=first).wait_for()
         tab.wait_for_charts(2)
         tab.open_notebook(lab, "three.ipynb", reload=False)  # a second kernel on the same page
         tab.run_all_cells()

@@ -14,6 +14,9 @@ c.VoilaConfiguration.template = "kvlab"
 c.VoilaConfiguration.allow_template_override = "NO"
 c.VoilaConfiguration.theme = "light"
 
+# The list of dashboards as a plain page: JupyterLab's one starts widgets without a kernel, which fails on the console.
+c.VoilaConfiguration.classic_tree = True
+
 # Visitors see neither code nor tracebacks.
 c.VoilaConfiguration.strip_sources = True
 c.VoilaConfiguration.show_tracebacks = False
@@ -37,6 +40,9 @@ if plotly:
 c.MappingKernelManager.cull_idle_timeout = 3600
 c.MappingKernelManager.cull_interval = 60
 c.MappingKernelManager.cull_connected = True
+
+# The next kernel is warmed up when the page that took the last one stands, not while it loads.
+c.VoilaKernelManager.fill_delay = 8.0
 
 # For visitors from other machines set another address here, and put something in front that asks who they are.
 c.Voila.ip = "127.0.0.1"
