@@ -214,11 +214,19 @@ def test_somebody_else_may_call_the_model_during_a_step():
     loaded = tiny("tiny-llama")
     engine = Engine(loaded, "vllm", num_tokens=1024)
     mine = threading.get_ident()
-    before, answers = plain(loaded.model, ids(50)), []
+    batch = torch.tensor([ids(50), [0] * 20 + ids(30, 1)])
+    padding = torch.ones_like(batch)
+    padding[1, :20] = 0
+
+    def call():
+        with torch.inference_mode():
+            return loaded.model(batch, attention_mask=padding).logits[:, -1]
+
+    before, answers = call(), []
 
     def meanwhile(*_args):
         if threading.get_ident() == mine:
-            other = threading.Thread(target=lambda: answers.append(plain(loaded.model, ids(50))))
+            other = threading.Thread(target=lambda: answers.append(call()))
             other.start()
             other.join()
 

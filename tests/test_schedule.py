@@ -288,6 +288,18 @@ def test_sglang_last_one_is_aborted_not_retracted():
     assert len(d.outputs["a"]) == 11
 
 
+def test_sglang_looks_up_nobody_while_it_is_full():
+    d = sglang(60)
+    d.add("a", numbers(20), max_new=10)
+    d.step()
+    d.add("b", numbers(40, 100), max_new=5)
+    d.cache.events()
+    d.run()
+    refused = [e for e in d.cache.events() if type(e).__name__ == "Refused"]
+    assert [(e.id, e.why) for e in refused] == [("b", "no_space")]  # once, not in each step of a
+    assert d.ended == {"a": "length", "b": "length"}
+
+
 def test_sglang_reserves_less_as_decoding_goes_on():
     d = sglang(5000)
     d.add("a", numbers(20), max_new=1000)
@@ -316,12 +328,14 @@ def test_cancel_ends_waiting_and_running_requests(make):
 
 def test_cancel_of_a_riding_request_does_not_change_its_end():
     d = sglang()
-    d.add("a", numbers(20), answer=[STOP], stop_ids=[STOP])
-    d.step()
+    d.add("a", numbers(20), answer=[1, 2, STOP], stop_ids=[STOP])
+    for _ in range(3):
+        d.step()
     d.scheduler.cancel("a")
     d.note()
     assert d.ended == {"a": "stop"}
     assert d.scheduler.idle
+    assert d.cache.peek([*numbers(20), 1, 2, STOP]).tokens == 22  # an abort would have kept the prompt only
 
 
 @pytest.mark.parametrize("make", [vllm, sglang])

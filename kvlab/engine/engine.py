@@ -293,7 +293,7 @@ class Engine:
         samplers: list[Sampler | None] = []
         for grant in grants:
             run = self._runs[grant.id]
-            run.slots = self.cache.row(grant.id).slots.copy() if _admits(grant) else np.concatenate([run.slots, grant.slots])
+            run.slots = self.cache.row(grant.id).slots if _admits(grant) else np.concatenate([run.slots, grant.slots])
             spans.append(Span(run.slots, len(grant.slots)))
             ids += run.record.tokens[grant.start : grant.start + len(grant.slots)]
             keep.append(len(ids) - 1)
