@@ -37,6 +37,10 @@ NOISE: list[tuple[re.Pattern[str], str]] = [
         ),
         "JupyterLab polls its folders, kernels and workspaces; leaving the page cuts off the request under way",
     ),
+    (
+        re.compile(r"^net::ERR_ABORTED POST http://127\.0\.0\.1:\d+/voila/api/shutdown/[\w-]+$"),
+        "Voila's page asks for the end of its kernel as it is left, and does not stay for the answer",
+    ),
 ]
 
 
