@@ -61,7 +61,7 @@ DETAILS = [
     f"hostile = {HOSTILE!r}",
     """
 import html
-said = w.Label("nothing clicked")
+said, under = w.Label("nothing clicked"), w.Label("nothing under")
 bars = go.Bar(x=[html.escape(t, quote=False) for t in hostile], y=list(range(1, 8)))
 text = Chart(
     go.Figure(bars, layout=dict(title=html.escape("".join(hostile), quote=False))),
@@ -69,9 +69,10 @@ text = Chart(
 )
 text.summary = "".join(hostile)
 text.observe(lambda change: setattr(said, "value", f"clicked {change.new['point']}, {change.new['count']} times"), "clicked")
+text.observe(lambda change: setattr(under, "value", f"pointer at {change.new.get('point')}"), "hovered")
 text.observe(lambda change: setattr(said, "value", f"theme {change.new}"), "theme")
 hidden = w.Accordion([charts[0]], titles=["Hidden"])
-display(text, said, hidden, button("Say", lambda b: text.say("Not now: <b>busy</b>.")))
+display(text, said, under, hidden, button("Say", lambda b: text.say("Not now: <b>busy</b>.")))
 """,
 ]
 
@@ -248,6 +249,10 @@ def test_a_chart_answers_pointer_and_keyboard_and_follows_its_container(voila) -
         for times in (1, 2):
             bars.nth(6).click(force=True)
             tab.page.get_by_text(f"clicked 6, {times} times").wait_for()
+
+        tab.page.get_by_text("pointer at 6").wait_for()
+        chart.locator(".kvlab-summary").hover()
+        tab.page.get_by_text("pointer at None").wait_for()
 
         chart.get_by_role("button", name="Download this picture as PNG").focus()
         with tab.page.expect_download() as png:
