@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ CACHES = ("vllm", "sglang", "none")
 HITS = ("vllm", "sglang")
 
 
+@cache
 def tiny(name, dtype="float32"):
     if not name.endswith("-window"):
         return load_model(name, device="cpu", dtype=dtype)
@@ -52,6 +54,11 @@ def plain(model, tokens):
 
 def greedy(model, tokens, new):
     """What transformers' generate() answers; the tiny models have no end tokens."""
+    return _greedy(model, tuple(tokens), new)
+
+
+@cache
+def _greedy(model, tokens, new):
     prompt = torch.tensor([tokens])
     with torch.inference_mode():
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
@@ -65,10 +72,10 @@ def close(ours, theirs):
 
 # ------------------------------------------------------------------ logits
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cache", CACHES)
-def test_fresh_prefill_gives_transformers_own_logits(name, cache):
+@pytest.mark.parametrize("policy", CACHES)
+def test_fresh_prefill_gives_transformers_own_logits(name, policy):
     loaded = tiny(name)
-    engine = Engine(loaded, cache, num_tokens=1024, poison=True)
+    engine = Engine(loaded, policy, num_tokens=1024, poison=True)
     prompts = [ids(70, 1), ids(33, 2), ids(1, 3)]
     with logits_of(loaded.model) as seen:
         engine.generate(prompts, 1, ignore_eos=True)
@@ -78,10 +85,10 @@ def test_fresh_prefill_gives_transformers_own_logits(name, cache):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("cache", "hit"), [("vllm", 96), ("sglang", 100)])
-def test_prefill_resumed_after_a_hit_differs_by_rounding_only(name, cache, hit):
+@pytest.mark.parametrize(("policy", "hit"), [("vllm", 96), ("sglang", 100)])
+def test_prefill_resumed_after_a_hit_differs_by_rounding_only(name, policy, hit):
     loaded = tiny(name)
-    engine = Engine(loaded, cache, num_tokens=1024, poison=True)
+    engine = Engine(loaded, policy, num_tokens=1024, poison=True)
     prompt = [*ids(100, 4), *ids(17, 5)]
     engine.generate([prompt[:100] + ids(9, 6)], 3, ignore_eos=True)
     with logits_of(loaded.model) as seen:
@@ -119,11 +126,11 @@ def prefilled_in_two(model, prompt, cut):
 
 
 @pytest.mark.parametrize("name", MAIN)
-@pytest.mark.parametrize(("cache", "options"), [("vllm", {"block_size": 1}), ("sglang", {})])
-def test_bf16_resumed_prefill_is_as_near_as_transformers_own_cache(name, cache, options):
+@pytest.mark.parametrize(("policy", "options"), [("vllm", {"block_size": 1}), ("sglang", {})])
+def test_bf16_resumed_prefill_is_as_near_as_transformers_own_cache(name, policy, options):
     """At most twice what transformers shows itself between one prefill call and two with its own cache."""
     loaded = tiny(name, "bfloat16")
-    engine = Engine(loaded, cache, num_tokens=4096, poison=True, **options)
+    engine = Engine(loaded, policy, num_tokens=4096, poison=True, **options)
     ours = theirs = 0.0
     for seed in range(8):
         prompt = ids(131 + 17 * seed, 100 + seed)
@@ -140,19 +147,19 @@ def test_bf16_resumed_prefill_is_as_near_as_transformers_own_cache(name, cache, 
 
 # ------------------------------------------------------------------ tokens
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cache", CACHES)
-def test_greedy_tokens_equal_transformers_generate(name, cache):
+@pytest.mark.parametrize("policy", CACHES)
+def test_greedy_tokens_equal_transformers_generate(name, policy):
     """Eight requests with a shared head, in chunks, from a pool so small that some have to give way."""
     loaded = tiny(name)
-    options = {"page_size": 4} if cache == "sglang" else {"block_size": 4}
-    engine = Engine(loaded, cache, num_tokens=288, max_batch_tokens=48, poison=True, **options)
+    options = {"page_size": 4} if policy == "sglang" else {"block_size": 4}
+    engine = Engine(loaded, policy, num_tokens=288, max_batch_tokens=48, poison=True, **options)
     prompts = [ids(40, 9)[: 10 + 5 * (i % 6)] + ids(3 + i, 20 + i) for i in range(8)]
     for _ in range(2):  # the second time they hit what the first left behind
         results = engine.generate(prompts, 20, ignore_eos=True)
         assert [r.outcome for r in results] == ["length"] * 8
         for prompt, result in zip(prompts, results, strict=True):
             assert result.output_ids == greedy(loaded.model, prompt, 20)
-    if cache != "none":
+    if policy != "none":
         assert all(r.cached_tokens for r in results)
     engine.cache.check_integrity()
 
@@ -160,9 +167,9 @@ def test_greedy_tokens_equal_transformers_generate(name, cache):
 def test_preempted_and_retracted_requests_answer_the_same():
     loaded = tiny("tiny-llama")
     prompts = [ids(30, 40 + i) for i in range(5)]
-    for cache in CACHES:
-        engine = Engine(loaded, cache, num_tokens=176, poison=True)
-        if cache == "sglang":
+    for policy in CACHES:
+        engine = Engine(loaded, policy, num_tokens=176, poison=True)
+        if policy == "sglang":
             engine.scheduler.ratio = engine.scheduler._start = 0.0  # admit whom it cannot hold to the end
         submitted = []
         for prompt in prompts:
@@ -173,14 +180,14 @@ def test_preempted_and_retracted_requests_answer_the_same():
         results = [engine.result(id) for id in submitted]
         assert [r.output_ids for r in results] == [greedy(loaded.model, p, 30) for p in prompts]
         preempted = [e for e in engine.trace.events if type(e).__name__ == "Released" and e.why == "preempt"]
-        assert preempted, cache
+        assert preempted, policy
 
 
-@pytest.mark.parametrize("cache", HITS)
-def test_embedded_model_answers_as_transformers_does(embedded, cache):
+@pytest.mark.parametrize("policy", HITS)
+def test_embedded_model_answers_as_transformers_does(embedded, policy):
     if embedded.dtype is not torch.float32:
         embedded = load_model(device="cpu", dtype="float32")
-    engine = Engine(embedded, cache, num_tokens=2048)
+    engine = Engine(embedded, policy, num_tokens=2048)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     encoded = embedded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     first, again = engine.generate([messages])[0], engine.generate([encoded])[0]
@@ -239,7 +246,7 @@ def test_somebody_else_may_call_the_model_during_a_step():
 
 def test_two_engines_share_one_model_side_by_side():
     loaded = tiny("tiny-qwen3")
-    engines = [Engine(loaded, cache, num_tokens=1024, poison=True) for cache in HITS]
+    engines = [Engine(loaded, policy, num_tokens=1024, poison=True) for policy in HITS]
     prompts = [ids(50, 60 + i) for i in range(4)]
     results = {}
 
