@@ -91,6 +91,9 @@ def demo(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="print one object a situation, and nothing else, on stdout")] = False,
     full: Annotated[bool, typer.Option("--full", help="a long answer of 2,000 tokens on a CPU too (minutes)")] = False,
+    long_answer: Annotated[
+        int | None, typer.Option(min=1, max=2000, help="tokens of the long answer [200 on a CPU, 2,000 on a GPU]")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="a folder, a GGUF file or a hub id instead of the embedded model")] = None,
 ) -> None:
     """Run the article's four situations on the real model, both caches: tokens skipped, prefill and decode seconds, and why."""
@@ -102,7 +105,7 @@ def demo(
     with progress_bar() as progress:
         found: list[Situation] = []
         tell = lambda text: progress(len(found) / len(four.LAYOUTS), text)  # noqa: E731 - short and used once
-        for situation in four.situations(loaded, full=full, tell=tell):
+        for situation in four.situations(loaded, long_answer=four.FULL_ANSWER if full else long_answer, tell=tell):
             found.append(situation)
             if as_json:
                 typer.echo(json.dumps(situation.plain()))
@@ -118,13 +121,14 @@ def _print_demo(found: list[Situation], about: str) -> None:
     from kvlab.demo import POLICY
 
     out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    table = Table(title=about, title_justify="left", caption="of the second request; the first one filled the cache")
+    table = Table(title=about, title_justify="left", caption="of each situation's second request; the first one filled the cache")
     for name in ("situation", "cache", "tokens skipped", "prefill", "without reuse", "decode", "output tokens"):
         table.add_column(name, justify="left" if name in ("situation", "cache") else "right")
     for s in found:
         for i, (policy, side) in enumerate(s.sides.items()):
             skipped = f"{side.cached_tokens:,} of {s.prompt_tokens:,}"
-            times = (f"{side.prefill_seconds:.2f} s", f"{side.full_seconds:.2f} s", f"{side.decode_seconds:.2f} s")
+            seconds = (side.prefill_seconds, side.full_seconds, side.decode_seconds)
+            times = ("" if s is None else f"{s:.2f} s" for s in seconds)
             name = "" if i else s.name
             table.add_row(name, POLICY[policy], skipped, *times, f"{side.output_tokens:,}", end_section=i == len(s.sides) - 1)
     out.print(table)

@@ -21,8 +21,8 @@ __all__ = ["POLICY", "Side", "Situation", "situations"]
 
 POLICIES = ("vllm", "sglang")
 POOL = 4096  # tokens
-WARM_ANSWER = 4  # tokens; the first request only fills the cache
-ANSWER = 16
+WARM_ANSWER = 1  # token; the first request only fills the cache
+ANSWER = 4
 LONG_ANSWER = {"cpu": 200, "cuda": 2000, "mps": 2000}
 FULL_ANSWER = 2000
 
@@ -36,13 +36,13 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The second request of a situation under one policy. Seconds."""
+    """The second request of a situation under one policy. `full_seconds`: of an equally long prompt that reused nothing."""
 
     cached_tokens: int
     prefill_seconds: float
     decode_seconds: float
     output_tokens: int
-    full_seconds: float
+    full_seconds: float | None
     why: str
 
 
@@ -61,15 +61,19 @@ class Situation:
         return {"situation": self.name, "prompt_tokens": self.prompt_tokens, **sides}
 
 
-def situations(loaded: Loaded, *, full: bool = False, tell: Callable[[str], None] = lambda _: None) -> Iterator[Situation]:
+def situations(
+    loaded: Loaded, *, long_answer: int | None = None, tell: Callable[[str], None] = lambda _: None
+) -> Iterator[Situation]:
     """Run the four situations, one after the other, and yield each as it is measured.
+
+    The caches stay as they are in between, as a server's do: what one situation has computed, the next one may reuse.
 
     Parameters
     ----------
     loaded : Loaded
         the model; both engines share its weights.
-    full : bool
-        a long answer of 2,000 tokens on a CPU too.
+    long_answer : int, optional
+        tokens of the long answer; 200 on a CPU and 2,000 on a GPU unless given.
     tell : callable
         is told in a few words what is being done.
     """
@@ -77,27 +81,29 @@ def situations(loaded: Loaded, *, full: bool = False, tell: Callable[[str], None
     engines = {policy: Engine(loaded, cache=policy, num_tokens=POOL) for policy in POLICIES}
     for engine in engines.values():  # the very first pass pays for things that have nothing to do with caching
         tell("warming up")
-        engine.generate([writer.prompt(Layout(shared=200), 0)], max_new_tokens=2, ignore_eos=True)
-    long_answer = FULL_ANSWER if full else LONG_ANSWER[loaded.device.type]
-    for name, layout in LAYOUTS.items():
-        answer = long_answer if name == "long_answer" else ANSWER
+        engine.generate([list(range(64))], max_new_tokens=2, ignore_eos=True)
+        engine.reset()
+    full: dict[tuple[str, int], float] = {}  # seconds of prefill that found nothing, by policy and length
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        answer = (long_answer or LONG_ANSWER[loaded.device.type]) if name == "long_answer" else ANSWER
         sides = {}
         for policy, engine in engines.items():
             tell(f"{name}: {policy}")
-            engine.reset()
-            first = _ask(engine, writer, layout, 0, WARM_ANSWER)
-            second = _ask(engine, writer, layout, 1, answer)
+            for which, length in ((2 * number, WARM_ANSWER), (2 * number + 1, answer)):
+                result = _ask(engine, writer, layout, which, length)
+                if not result.cached_tokens:
+                    full[policy, result.prompt_tokens] = result.prefill_seconds or 0.0
             records = list(engine.trace.records.values())
             reason = why(records[-1], engine.cache.unit, policy, records[:-1])
             sides[policy] = Side(
-                second.cached_tokens or 0,
-                second.prefill_seconds or 0.0,
-                second.decode_seconds,
-                len(second.output_ids),
-                first.prefill_seconds or 0.0,
+                result.cached_tokens or 0,
+                result.prefill_seconds or 0.0,
+                result.decode_seconds,
+                len(result.output_ids),
+                full.get((policy, result.prompt_tokens)),
                 reason,
             )
-        yield Situation(name, second.prompt_tokens, sides)
+        yield Situation(name, result.prompt_tokens, sides)
 
 
 def _ask(engine: Engine, writer: Writer, layout: Layout, number: int, answer: int) -> Result:

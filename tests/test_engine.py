@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -421,7 +419,7 @@ def test_cancel_from_another_thread_ends_one_request(make):
     engine.listeners.append(lambda _step: time.sleep(0.001))
     worker.start()
     assert started.wait(60)
-    engine.cancel("r1")
+    engine.cancel("1")
     worker.join(60)
     assert (results[0].outcome, results[0].reason) == ("abort", "cancelled")
     assert 4 <= len(results[0].output_ids) < 60
@@ -430,7 +428,7 @@ def test_cancel_from_another_thread_ends_one_request(make):
 
 def test_cancel_from_inside_a_step_waits_for_its_end(make):
     engine = make("sglang")
-    with hook(engine.model, lambda *_: engine.cancel("r1")):
+    with hook(engine.model, lambda *_: engine.cancel("1")):
         first, second = engine.generate([ids(50), ids(50, 1)], 4, ignore_eos=True)
     assert (first.outcome, len(first.output_ids)) == ("abort", 1)
     assert second.outcome == "length"
@@ -483,7 +481,7 @@ def test_reset_empties_cache_and_trace_but_not_under_way(make):
     engine.reset()
     assert engine.cache.peek(ids(50)).tokens == 0
     assert (engine.trace.records, engine.trace.steps, engine.trace.events) == ({}, [], [])
-    assert engine.generate([ids(50)], 2)[0].id == "r1"
+    assert engine.generate([ids(50)], 2)[0].id == "1"
 
 
 # ------------------------------------------------------------------ bad input
@@ -514,8 +512,8 @@ def test_a_bad_prompt_is_refused_before_anything_changes(make, prompt, new, word
     assert isinstance(refusal.value, ValueError)
     assert str(refusal.value).startswith("prompt 1: ")
     assert engine.cache.snapshot() == before
-    assert engine.trace.records.keys() == {"r1"}
-    assert engine.generate([ids(50)], 2)[0].id == "r2"
+    assert engine.trace.records.keys() == {"1"}
+    assert engine.generate([ids(50)], 2)[0].id == "2"
 
 
 @pytest.mark.parametrize("prompts", ["text", ids(10), [{"role": "user", "content": "hi"}], Request(ids(10)), Prompt((1, 2))])
@@ -624,23 +622,3 @@ def test_texts_show_as_typed(make):
     engine = make("vllm")
     assert "4,096 tokens" in engine._repr_html_()
     assert "4,096 tokens" in repr(engine)
-
-
-def test_engine_needs_torch_transformers_and_numpy_only():
-    code = """
-import builtins, sys
-real = builtins.__import__
-def only(name, globals=None, *args, **kwargs):
-    top = name.split(".")[0]
-    if str((globals or {}).get("__name__")).startswith("kvlab") and top not in allowed:
-        raise ModuleNotFoundError(name)
-    return real(name, globals, *args, **kwargs)
-allowed = {*sys.stdlib_module_names, "kvlab", "torch", "transformers", "numpy"}
-builtins.__import__ = only
-from kvlab.engine.engine import Engine
-from kvlab.engine.request import Request
-for cache in ("vllm", "sglang", "none"):
-    engine = Engine("tiny-llama", cache, num_tokens=256, device="cpu", dtype="float32")
-    assert engine.generate([Request(list(range(20)))], 2)[0].outcome == "length"
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

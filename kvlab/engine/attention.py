@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["NAME", "PagedKV", "Span", "forward", "kv_shapes", "paged_attention"]
+__all__ = ["NAME", "TURN", "PagedKV", "Span", "forward", "kv_shapes", "paged_attention"]
 
 NAME = "kvlab"
 
-_TURN = threading.RLock()  # the switch is a field of the model's config: one forward at a time
+TURN = threading.RLock()  # the switch is a field of the model's config: one forward at a time
 _here = threading.local()
 
 
@@ -150,7 +150,7 @@ AttentionMaskInterface.register(NAME, _no_mask)
 def _ours(model: nn.Module) -> Iterator[None]:
     """Let `model` run our attention in this thread, and its own again afterwards."""
     config: Any = model.config
-    with _TURN:
+    with TURN:
         before = config._attn_implementation  # noqa: SLF001 - transformers' switch has no public setter without a warning
         try:
             _here.inside = True

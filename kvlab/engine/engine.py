@@ -364,7 +364,7 @@ class Engine:
     def _submit(self, requests: Sequence[tuple[Request, list[int]]]) -> list[str]:
         ids = []
         for request, tokens in requests:
-            id = f"r{next(self._numbers)}"
+            id = str(next(self._numbers))
             record = Record(id, list(tokens), len(tokens), tuple(request.parts), submitted=self._now())
             asked = int(request.max_new_tokens or 0)
             room = asked if self._reader.positions is None else max(1, self._reader.positions - len(tokens))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvlab.engine.attention import _TURN, PagedKV, Span, forward, kv_shapes
+from kvlab.engine.attention import TURN, PagedKV, Span, forward, kv_shapes
 from kvlab.engine.errors import ModelError
 from kvlab.engine.pool import Pool
 from kvlab.engine.request import EngineError
@@ -87,7 +87,7 @@ def _paged(model: Any, shapes: list[KVShape], prompts: list[np.ndarray]) -> Tens
 
 def _plain(model: Any, prompts: list[np.ndarray], attention: str) -> Tensor:  # noqa: ANN401 - any causal model
     """Logits of all tokens of both prompts, each computed alone by transformers with one of its own attentions."""
-    with _TURN, torch.inference_mode():  # the same switch as forward's
+    with TURN, torch.inference_mode():  # the same switch as forward's
         before = model.config._attn_implementation  # noqa: SLF001 - see attention.py
         try:
             model.config._attn_implementation = attention  # noqa: SLF001

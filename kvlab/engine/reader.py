@@ -17,6 +17,8 @@ from kvlab.prompts import Prompt
 if TYPE_CHECKING:
     from kvlab.engine.models import Loaded
 
+LONGEST_CHARACTER = 8  # tokens; what takes more is broken, not unfinished
+
 
 class Reader:
     """Reads prompts for one model and one pool.
@@ -114,6 +116,27 @@ class Reader:
         else:
             return
         raise RequestError(msg)
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:  # noqa: ANN401 - any tokenizer of transformers
+    """Return what each token adds to the text, special tokens as they are written.
+
+    A character of several tokens stands at its last one. The tokens before a piece are decoded with it and taken off again,
+    because some tokenizers write a piece differently at the start of a text.
+    """
+
+    def decode(begin: int, end: int) -> str:
+        return str(tokenizer.decode(list(ids[begin:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    texts = [""] * len(ids)
+    before, begin = 0, 0  # the piece before, and the one being gathered
+    for at in range(len(ids)):
+        text = decode(before, at + 1)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and at + 1 - begin < LONGEST_CHARACTER and at + 1 < len(ids):
+            continue
+        texts[at] = text[len(decode(before, begin)) :]
+        before, begin = begin, at + 1
+    return texts
 
 
 def _end_ids(loaded: Loaded) -> list[int]:

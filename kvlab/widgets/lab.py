@@ -70,7 +70,7 @@ def _ribbon(policy: str) -> View:
             return ribbon.prompt_ribbon([], 1, policy=policy, width=WIDTH, **look)
         span = max((len(r.tokens) for s in scene.sides.values() for r in s.last(ROWS)), default=None)
         return ribbon.prompt_ribbon(
-            side.records, side.state.unit, policy=policy, width=WIDTH, span=span, texts=scene.texts, max_rows=ROWS, **look
+            side.records, side.state.unit, policy=policy, width=WIDTH, span=span, texts=side.texts, max_rows=ROWS, **look
         )
 
     def say(scene: Scene) -> str:
@@ -79,7 +79,7 @@ def _ribbon(policy: str) -> View:
 
     def data(scene: Scene) -> list[dict[str, Any]]:
         side = scene.sides.get(policy)
-        return ribbon.table(side.records, side.state.unit, policy=policy) if side else []
+        return ribbon.table(side.records, side.state.unit, policy=policy, texts=side.texts) if side else []
 
     return View(f"ribbon-{policy}", words.RIBBON.format(policy=words.POLICY[policy]), draw, say, data)
 

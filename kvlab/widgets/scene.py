@@ -44,13 +44,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One policy: its requests, steps and cache. `evicted`: units whose content fell in the last run."""
+    """One policy: its requests, steps and cache.
+
+    Attributes
+    ----------
+    evicted : tuple of int
+        units whose content fell in the last run.
+    texts : dict of id to list of str
+        text of every token; empty where no tokenizer is at hand.
+    """
 
     policy: str
     state: State
     records: list[Record]
     steps: list[Step]
     evicted: tuple[int, ...] = ()
+    texts: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def full_seconds(self) -> dict[str, float]:
@@ -79,10 +88,9 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All policies side by side. `texts`: text of every token, by request; empty where no tokenizer is at hand."""
+    """All policies side by side."""
 
     sides: dict[str, Side] = field(default_factory=dict)
-    texts: dict[str, list[str]] = field(default_factory=dict)
     about: str = ""
 
 
@@ -126,6 +134,7 @@ class LiveSource:
         self._number = 0
         self._warm: set[Layout] = set()
         self._marks: dict[str, int] = {}
+        self._texts: dict[tuple[str, str, int], list[str]] = {}  # by policy, request and length
 
     # ------------------------------------------------------------------ the model
     def load(self, progress: Callable[[float, str], None]) -> None:
@@ -209,20 +218,32 @@ class LiveSource:
         self._number = 0
         self._warm.clear()
         self._marks = {}
+        self._texts.clear()
 
     # ------------------------------------------------------------------ what is to be seen
     def scene(self) -> Scene:
         """Return both caches as they stand; call it between steps."""
         sides = {}
-        texts: dict[str, list[str]] = {}
         for policy, engine in self.engines.items():
             trace: Trace = engine.trace
             records = [r for r in trace.records.values() if r.started is not None]
             state = engine.cache.snapshot()
-            sides[policy] = Side(
-                policy, state, records, trace.steps, evicted_units(trace.events[self._marks.get(policy, 0) :], state.unit)
-            )
-        return Scene(sides, texts, about=self.about)
+            evicted = evicted_units(trace.events[self._marks.get(policy, 0) :], state.unit)
+            texts = {record.id: self._text(policy, record) for record in records}
+            sides[policy] = Side(policy, state, records, trace.steps, evicted, texts)
+        return Scene(sides, about=self.about)
+
+    def _text(self, policy: str, record: Record) -> list[str]:
+        """Return the text of each token, decoded once."""
+        from kvlab.engine.reader import token_texts
+
+        tokenizer = None if self.loaded is None else self.loaded.tokenizer
+        if tokenizer is None:
+            return []
+        key = policy, record.id, len(record.tokens)
+        if key not in self._texts:
+            self._texts[key] = token_texts(tokenizer, record.tokens)
+        return self._texts[key]
 
     @property
     def about(self) -> str:
