@@ -78,16 +78,17 @@ display(text, said, under, hidden, button("Say", lambda b: text.say("Not now: <b
 
 # The kernel lets the first question for plotly.js pass unanswered.
 SILENT = [
-    SETUP,
     """
+from kvlab.widgets.chart import Chart
 answer, asked = Chart._answer, []
 def late(self, chart, content, buffers):
     asked.append(content)
     if len(asked) > 1:
         answer(self, chart, content, buffers)
-Chart._answer = late
-Chart(figure("bars", 1), alt="bars", patience=1)
+Chart._answer = late  # before the first chart: on a page all of a kernel's charts may ask
 """,
+    SETUP,
+    'Chart(figure("bars", 1), alt="bars", patience=1)',
 ]
 
 # A cell that ends when a file appears: the charts above must not wait for it.

@@ -429,5 +429,5 @@ def test_the_texts_of_tokens_make_up_the_text(embedded, text):
 def test_a_character_that_never_ends_is_shown_as_broken(embedded):
     ids = embedded.tokenizer.encode("\U0001f469")[:-1] * 7 + embedded.tokenizer.encode("fine")
     texts = token_texts(embedded.tokenizer, ids)
-    assert texts[-1] == "fine"
+    assert sum(map(bool, texts)) > 3, "what is broken is not held back to the end"
     assert "".join(texts) == embedded.tokenizer.decode(ids)

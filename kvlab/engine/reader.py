@@ -17,7 +17,7 @@ from kvlab.prompts import Prompt
 if TYPE_CHECKING:
     from kvlab.engine.models import Loaded
 
-LONGEST_CHARACTER = 8  # tokens; what takes more is broken, not unfinished
+LONGEST_CHARACTER = 4  # tokens, as UTF-8 has no more bytes; what takes more is broken, not unfinished
 
 
 class Reader:
