@@ -118,12 +118,6 @@ def voila(folder):
 
 
 @pytest.fixture(scope="module")
-def preheated(folder):
-    with voila_server(folder / "three.ipynb", preheat=True, pool_size=1) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def lab(folder):
     with lab_server(folder) as server:
         yield server
@@ -154,10 +148,6 @@ def load_voila(server: Server, address: str, name: str, filled: int | None = Non
 
 def test_voila_shows_every_last_update(voila) -> None:
     load_voila(voila, "voila/render/three.ipynb", "chart_voila")
-
-
-def test_preheated_voila_shows_every_last_update(preheated) -> None:
-    load_voila(preheated, "", "chart_preheated", filled=1)
 
 
 def load_lab(server: Server, name: str) -> None:

@@ -49,7 +49,7 @@ def no_sideways_scrolling(tab):
 
 
 def use(tab, name):
-    """Watch the recorded run give way to the model, run twice, stop, start over, do something wrong; keep pictures of it all."""
+    """Watch the recorded run give way to the model, and run it; keep pictures."""
     tab.wait_for_charts(len(VIEWS), timeout=60)
     assert words.RECORDED in tab.page.locator(".kvlab-about").inner_text()
     assert "992 of 1,040" in sentence(tab)
@@ -64,7 +64,11 @@ def use(tab, name):
     tab.wait_for_charts(len(VIEWS), max(before) + 1)
     assert all(now > then for now, then in zip(revisions(tab), before, strict=True)), "a chart was not drawn anew"
     tab.screenshot(f"{name}-2-reused")
+    no_sideways_scrolling(tab)
 
+
+def use_more(tab, name):
+    """Change the layout, do something wrong, start over."""
     choose(tab, words.TIMESTAMP, words.TIMESTAMPS["before"])
     press(tab, words.RUN)
     tab.page.get_by_text(words.DONE).wait_for(state="hidden", timeout=MODEL_LOADS)
@@ -79,7 +83,6 @@ def use(tab, name):
     choose(tab, words.BLOCK_SIZE, 16)
     press(tab, words.START_OVER)
     tab.page.get_by_text(words.READY).wait_for(timeout=30_000)
-    no_sideways_scrolling(tab)
 
 
 def look(tab):
@@ -94,6 +97,7 @@ def test_voila(embedded):
         with browser_tab() as tab:
             tab.page.goto(server.url)
             use(tab, "voila")
+            use_more(tab, "voila")
             tab.assert_clean()
         with browser_tab(dark=True) as tab:
             tab.page.goto(server.url)

@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("long", [24, pytest.param(None, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("long", [8, pytest.param(None, marks=pytest.mark.soak)])
 def test_the_four_situations(embedded, long):
     command = [sys.executable, "-m", "kvlab", "demo", "--json", *([f"--long-answer={long}"] if long else [])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

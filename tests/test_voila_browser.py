@@ -64,10 +64,10 @@ def test_an_unknown_address_is_said_in_words(voila) -> None:
 
 
 def test_an_idle_kernel_is_ended_and_its_page_says_so(folder) -> None:
-    options = ("--MappingKernelManager.cull_idle_timeout=5", "--MappingKernelManager.cull_interval=1")
+    options = ("--MappingKernelManager.cull_idle_timeout=3", "--MappingKernelManager.cull_interval=1")
     notebook = folder / "fine_page.ipynb"
     with voila_server(notebook, preheat=True, pool_size=1, options=options) as server, browser_tab(height=500) as tab:
-        time.sleep(8)  # longer than an idle kernel lives: the one in the pool is spared
+        time.sleep(5)  # longer than an idle kernel lives: the one in the pool is spared
         assert "Culling 'idle' kernel" not in server.log
         tab.page.goto(server.url)
         tab.page.get_by_text("This page has been idle for long, so its kernel was ended.").wait_for(timeout=60_000)
