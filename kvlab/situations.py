@@ -81,7 +81,7 @@ class Writer:
 
     def _stamp(self, number: int) -> list[int]:
         days = DESK["days"]
-        return self._encode(f"{days[number % len(days)]}, {9 + number % 8}:{7 * number % 60:02d}:{31 * number % 60:02d}.\n")
+        return self._encode(f"{days[number % len(days)]}, {9 + number % 8:02d}:{7 * number % 60:02d}:{31 * number % 60:02d}.\n")
 
     def _question(self, length: int, number: int) -> list[int]:
         ids: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import threading
+import time
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
@@ -30,6 +31,7 @@ ROWS = 4  # requests shown in a ribbon
 WIDTH = 990  # pixels of the pictures' column
 HALF = 485
 LEFT = "230px"
+TELL_EVERY = 0.3  # s; a message a token would keep server and browser busy on the model's cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class Lab(w.VBox):
         self.source = LiveSource(model, num_tokens)
         self.scene = recorded_scene()
         self._stop = threading.Event()
+        self._told = 0.0  # when progress was last told, monotonic seconds
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
         self._build()
@@ -328,6 +331,10 @@ class Lab(w.VBox):
         self.draw()
 
     def _tell(self, fraction: float, what: str) -> None:
+        now = time.monotonic()
+        if now - self._told < TELL_EVERY and what == self.message:
+            return
+        self._told = now
         self.bar.value = fraction
         if not self._stop.is_set():
             self._say(what)

@@ -170,7 +170,7 @@ class LiveSource:
         tell : callable
             is told how far the work is (0 to 1) and what is being done.
         changed : callable
-            is called when there is something new to see.
+            is called at the end, when there is something new to see.
         stop : Event
             set from another thread: the request under way ends, its blocks are freed.
 
@@ -201,12 +201,11 @@ class LiveSource:
             engine.generate([ask], stop=stop, progress=progress)
             if stop.is_set():
                 break
-            changed()
             if policy == POLICIES[-1]:
                 self._number += 1
         else:
             self._warm.add(settings.layout)
-        changed()
+        changed()  # once: a browser that draws meanwhile would share the cores with what is being measured
 
     def start_over(self) -> None:
         """Empty both caches and forget all requests."""
