@@ -10,7 +10,7 @@ PORT ?= 8866
 # More options for JupyterLab, Voila, `kvlab demo` or pytest, for example  make test ARGS="tests/test_house.py -x"
 ARGS ?=
 
-ifneq ($(wildcard .venv/torch.txt),)
+ifneq ($(and $(wildcard .venv/torch.txt),$(filter-out clean help,$(or $(MAKECMDGOALS),help))),)
 ifneq ($(strip $(TORCH)),$(strip $(shell cat .venv/torch.txt)))
 $(error .venv holds another build of torch than TORCH asks for. Run `make clean` first, then this again)
 endif

@@ -128,15 +128,7 @@ VIEWS = (
         lambda s: radix_tree.summary(s.sides["sglang"].state) if s.sides else "",
         lambda s: radix_tree.table(s.sides["sglang"].state, s.sides["sglang"].records) if s.sides else [],
     ),
-    View(
-        "seconds",
-        words.SECONDS,
-        _seconds,
-        _say_seconds,
-        lambda s: timeline.split_table(
-            {p: x.records for p, x in s.sides.items()}, {p: x.saved_seconds for p, x in s.sides.items()}
-        ),
-    ),
+    View("seconds", words.SECONDS, _seconds, _say_seconds, _list_seconds),
 )
 
 

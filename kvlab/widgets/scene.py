@@ -179,9 +179,12 @@ class LiveSource:
         ValueError, EngineError
             for settings that cannot be; nothing has changed then.
         """
-        from kvlab.engine.request import Request
+        from kvlab.engine.request import EngineError, Request
 
         assert self.loaded is not None, "the model is loaded before requests are sent"
+        asked = settings.shared + settings.question + settings.answer
+        if asked > self.num_tokens:  # before such a prompt is written
+            raise ValueError(words.TOO_LONG.format(asked=asked, pool=self.num_tokens))
         writer = Writer(self.loaded.tokenizer, self.loaded.vocab_size)
         new = settings.layout not in self._warm
         prompts = [writer.prompt(settings.layout, self._number + i) for i in range(1 + new)]
@@ -190,7 +193,9 @@ class LiveSource:
         jobs = [(prompt, policy) for prompt in prompts for policy in POLICIES]
         for done, (prompt, policy) in enumerate(jobs):
             ask = Request(prompt, max_new_tokens=settings.answer, ignore_eos=True)
-            what = words.SENDING.format(number=self._number + 1, policy=words.POLICY[policy])
+            if policy == POLICIES[0]:
+                self._number += 1  # a prompt that was stopped half way is not sent again: the cache may hold it
+            what = words.SENDING.format(number=self._number, policy=words.POLICY[policy])
             tell(done / len(jobs), what)
             engine = self.engines[policy]
             steps = itertools.count(1)
@@ -198,11 +203,12 @@ class LiveSource:
             def progress(_step: Step, n: int = done, w: str = what, steps: itertools.count[int] = steps) -> None:
                 tell((n + min(1.0, next(steps) / settings.answer)) / len(jobs), w)
 
-            engine.generate([ask], stop=stop, progress=progress)
+            (result,) = engine.generate([ask], stop=stop, progress=progress)
             if stop.is_set():
                 break
-            if policy == POLICIES[-1]:
-                self._number += 1
+            if result.outcome in ("refused", "failed", "abort"):
+                changed()
+                raise EngineError(str(result.reason))
         else:
             self._warm.add(settings.layout)
         changed()  # once: a browser that draws meanwhile would share the cores with what is being measured
