@@ -485,6 +485,25 @@ def test_reset_empties_cache_and_trace_but_not_under_way(make):
 
 
 # ------------------------------------------------------------------ bad input
+@pytest.mark.parametrize("bad", [{"salt": 5}, {"stop_token_ids": 7}])
+@pytest.mark.parametrize("cache", ["vllm", "sglang"])
+def test_a_request_that_cannot_be_queued_fails_alone(make, cache, bad):
+    engine = make(cache)
+    good, failed = engine.generate([Request(ids(50)), Request(ids(50, 1), **bad)], 2)
+    assert (good.outcome, failed.outcome) == ("length", "failed")
+    assert failed.reason.startswith("the request cannot be queued")
+    rests(engine)
+    engine.reset()
+
+
+def test_a_prompt_that_cannot_be_made_leaves_no_other_behind(make):
+    engine = make("vllm")
+    with pytest.raises((RuntimeError, ValueError, OverflowError)):
+        engine.generate([Request(ids(50)), Request(ids(50), sampling=Sampling(temperature=1, seed=2**64))], 2)
+    assert engine.step() is None
+    engine.reset()
+
+
 @pytest.mark.parametrize(
     ("prompt", "new", "words"),
     [

@@ -266,24 +266,32 @@ class Engine:
         """Let in what was submitted, and let go what was cancelled, since the last step."""
         while self._inbox:
             id = self._inbox.popleft()
-            run = self._runs[id]
-            request, record = run.request, run.record
-            lora = request.lora if request.lora is None or isinstance(request.lora, tuple) else (request.lora, request.lora)
-            self.scheduler.add(
-                id,
-                record.tokens,
-                Space(request.salt, lora, request.extra_key),
-                read=request.read,
-                priority=request.priority,
-                max_new=run.max_new,
-                stop_ids=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._reader.end_ids),
-                ignore_eos=bool(request.ignore_eos),
-            )
+            try:
+                self._queue(id, self._runs[id])
+            except Exception as error:  # noqa: BLE001 - a salt or stop token that cannot be ends its own request, no other
+                record = self._runs.pop(id).record
+                record.outcome, record.finished = "failed", self._now()
+                record.reason = f"the request cannot be queued: {type(error).__name__}: {error}"
+                self._results[id] = self._result(record)
         if self._cancelled:
             while self._cancelled:
                 self.scheduler.cancel(*self._cancelled.popleft())
             self._settle(None)
             self._recorder.pull()
+
+    def _queue(self, id: str, run: _Run) -> None:
+        request = run.request
+        lora = request.lora if request.lora is None or isinstance(request.lora, tuple) else (request.lora, request.lora)
+        self.scheduler.add(
+            id,
+            run.record.tokens,
+            Space(request.salt, lora, request.extra_key),
+            read=request.read,
+            priority=request.priority,
+            max_new=run.max_new,
+            stop_ids=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._reader.end_ids),
+            ignore_eos=bool(request.ignore_eos),
+        )
 
     def _compute(self, grants: Sequence[Grant]) -> dict[str, int]:
         """Pack the step into one row, run the model, choose the tokens."""
@@ -362,18 +370,19 @@ class Engine:
 
     # ------------------------------------------------------------------ small things
     def _submit(self, requests: Sequence[tuple[Request, list[int]]]) -> list[str]:
-        ids = []
+        runs = []  # all are made before any is queued, so that a bad one leaves no other behind
         for request, tokens in requests:
             id = str(next(self._numbers))
             record = Record(id, list(tokens), len(tokens), tuple(request.parts), submitted=self._now())
             asked = int(request.max_new_tokens or 0)
             room = asked if self._reader.positions is None else max(1, self._reader.positions - len(tokens))
             sampler = Sampler(request.sampling)  # type: ignore[arg-type]  # a mapping became a Sampling in Request
-            self._runs[id] = _Run(request, record, sampler, min(asked, room), cut=room < asked)
-            self.trace.records[id] = record
-            self._inbox.append(id)
-            ids.append(id)
-        return ids
+            runs.append(_Run(request, record, sampler, min(asked, room), cut=room < asked))
+        for run in runs:
+            self._runs[run.record.id] = run
+            self.trace.records[run.record.id] = run.record
+            self._inbox.append(run.record.id)
+        return [run.record.id for run in runs]
 
     def _unfinished(self, ids: Sequence[str]) -> bool:
         return any(id in self._runs for id in ids)
