@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ def load_traces(path: str | PathLike[str]) -> dict[str, Trace]:
     except FileNotFoundError:
         msg = f"there is no trace file {path}: check the name."
         raise TraceFileError(msg) from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         msg = f"{path} cannot be read as a compressed trace ({error}): it is cut short or not a kvlab trace."
         raise TraceFileError(msg) from None
     return _read(str(path), lines)
