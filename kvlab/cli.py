@@ -100,6 +100,9 @@ def demo(
     from kvlab import demo as four
     from kvlab.engine.models import load_model
 
+    if full and long_answer is not None:
+        msg = "--full and --long-answer both say how long the long answer is: give one of them."
+        raise typer.BadParameter(msg)
     with progress_bar() as progress:
         loaded = load_model(model, progress=progress)
     with progress_bar() as progress:
