@@ -83,6 +83,7 @@ def use_more(tab, name):
     choose(tab, words.BLOCK_SIZE, 16)
     press(tab, words.START_OVER)
     tab.page.get_by_text(words.READY).wait_for(timeout=30_000)
+    no_sideways_scrolling(tab)
 
 
 def look(tab):
