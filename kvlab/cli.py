@@ -40,20 +40,10 @@ class _InWords(TyperGroup):
         except Exception as error:
             if hasattr(error, "exit_code") or isinstance(error, typer.Abort) or os.environ.get("KVLAB_DEBUG"):
                 raise  # typer's own already say what they have to say
+            from kvlab.engine.errors import in_words
+
             typer.echo(f"kvlab: {in_words(error)}", err=True)
             raise typer.Exit(NOTHING_USABLE) from None
-
-
-def in_words(error: Exception) -> str:
-    """Return the sentence that says what went wrong."""
-    from kvlab.cache.contract import CacheError
-    from kvlab.engine.request import EngineError
-
-    if isinstance(error, EngineError | CacheError):
-        return str(error)
-    if type(error).__name__ in {"MemoryError", "OutOfMemoryError"}:
-        return "The memory ended: take a smaller model or pool, or end what else uses the memory."
-    return f"A failure that kvlab did not foresee ({type(error).__name__}: {error}); KVLAB_DEBUG=1 shows where it arose."
 
 
 app = typer.Typer(cls=_InWords, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlab.engine.engine import Engine
-from kvlab.engine.request import Request
+from kvlab.engine.request import EngineError, Request
 from kvlab.situations import Layout, Writer
 from kvlab.views.strings import POLICY
 from kvlab.views.summary import why
@@ -76,6 +76,11 @@ def situations(
         tokens of the long answer; 200 on a CPU and 2,000 on a GPU unless given.
     tell : callable
         is told in a few words what is being done.
+
+    Raises
+    ------
+    EngineError
+        for a model that the engine cannot run, or a request that failed, with the reason.
     """
     writer = Writer(loaded.tokenizer, loaded.vocab_size)
     engines = {policy: Engine(loaded, cache=policy, num_tokens=POOL) for policy in POLICIES}
@@ -108,4 +113,7 @@ def situations(
 
 def _ask(engine: Engine, writer: Writer, layout: Layout, number: int, answer: int) -> Result:
     prompt = writer.prompt(layout, number)
-    return engine.generate([Request(prompt, max_new_tokens=answer, ignore_eos=True)])[0]
+    (result,) = engine.generate([Request(prompt, max_new_tokens=answer, ignore_eos=True)])
+    if result.outcome != "length":
+        raise EngineError(result.reason)
+    return result

@@ -39,14 +39,32 @@ class Writer:
         transformers' own; None for a model without one, whose prompts are numbers.
     vocab_size : int
         ids run below it.
+
+    Raises
+    ------
+    ValueError
+        for a tokenizer that makes no tokens of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
+        places = self._distinct([f"{place}, 09:00:00." for place in DESK["days"] + DESK["cities"]])
+        lengths = [len(self._encode(text)) for text in places]
+        self._stamp_length = lengths[0] if lengths else 0
+        # equally long prompts can be compared, so a place of one token more costs its stamp the full stop
+        self._stamps = [text for text, length in zip(places, lengths, strict=True) if 0 <= length - self._stamp_length <= 1]
+        if not self._stamps:
+            msg = "the tokenizer makes no tokens of English text, so no prompts can be written with it: choose another model."
+            raise ValueError(msg)
+        questions = DESK["questions"]
+        moved = [f"{city}: {questions[n % len(questions)]}" for n, city in enumerate(DESK["cities"])]
+        self._questions = self._distinct([text + "\n" for text in questions + moved])
 
     def prompt(self, layout: Layout, number: int) -> Prompt:
-        """Return request `number` (0, 1, ...) of a layout: the shared part is the same, the rest begins differently each time.
+        """Return request `number` (0, 1, ...) of a layout: the shared part is the same, the rest begins with another token.
+
+        With the default model no two of the first 38 requests begin alike; later ones may.
 
         Raises
         ------
@@ -80,16 +98,25 @@ class Writer:
         return ids[:length]
 
     def _stamp(self, number: int) -> list[int]:
-        days = DESK["days"]
-        return self._encode(f"{days[number % len(days)]}, {9 + number % 8:02d}:{7 * number % 60:02d}:{31 * number % 60:02d}.\n")
+        time = f"{9 + number % 8:02d}:{7 * number % 60:02d}:{31 * number % 60:02d}"
+        text = self._stamps[number % len(self._stamps)].replace("09:00:00", time)
+        return self._encode(text)[: self._stamp_length] + self._encode("\n")
 
     def _question(self, length: int, number: int) -> list[int]:
         ids: list[int] = []
         turn = 0
         while len(ids) < length:
-            ids += self._encode(DESK["questions"][(number + turn) % len(DESK["questions"])] + "\n")
+            ids += self._encode(self._questions[(number + turn) % len(self._questions)])
             turn += 1
         return ids[:length]
+
+    def _distinct(self, texts: list[str]) -> list[str]:
+        """Return the texts whose first token no earlier one has."""
+        found: dict[int, str] = {}
+        for text in texts:
+            for first in self._encode(text)[:1]:
+                found.setdefault(first, text)
+        return list(found.values())
 
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a text, no template's or start token among them; without a tokenizer one id a word."""

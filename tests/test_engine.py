@@ -295,6 +295,7 @@ def test_a_fault_in_any_layer_loses_nothing_but_the_step(make, cache, layer, at)
         results = engine.generate(prompts, 5, ignore_eos=True)
     assert [r.outcome for r in results] == ["failed"] * 3
     assert results[0].reason == "the step failed: ValueError: the layer broke"
+    assert [(step.index, step.kind) for step in engine.trace.steps] == [(0, "prefill")], "a failed step counts"
     rests(engine)
     assert engine.cache.peek(prompts[0]).tokens == 0
     assert [r.output_ids for r in engine.generate(prompts, 5, ignore_eos=True)] == want
@@ -482,6 +483,45 @@ def test_reset_empties_cache_and_trace_but_not_under_way(make):
     assert engine.cache.peek(ids(50)).tokens == 0
     assert (engine.trace.records, engine.trace.steps, engine.trace.events) == ({}, [], [])
     assert engine.generate([ids(50)], 2)[0].id == "1"
+
+
+def test_a_reset_loses_nothing_that_another_thread_submits(make):
+    engine = make("vllm")
+    submitted, resets = [], 0
+    many = threading.Thread(target=lambda: submitted.extend(engine.submit(ids(5, i), 1) for i in range(200)))
+    many.start()
+    while many.is_alive():
+        try:
+            engine.reset()
+            resets += 1
+        except EngineError:
+            while engine.step() is not None:
+                pass
+    many.join(60)
+    while engine.step() is not None:
+        pass
+    assert len(submitted) == 200
+    assert all(record.outcome for record in engine.trace.records.values()), "nobody is left waiting"
+    assert not engine._inbox
+    engine.reset()
+
+
+def test_a_request_may_bring_its_own_id(make):
+    engine = make("vllm")
+    assert [r.id for r in engine.generate([Request(ids(9), id="2"), ids(9), Request(ids(9), id="mine"), ids(9)], 1)] == [
+        "2",
+        "1",
+        "mine",
+        "3",
+    ]
+    for again in ([Request(ids(9), id="mine")], [Request(ids(9), id="new"), Request(ids(9), id="new")]):
+        with pytest.raises(EngineError, match="is in the trace already"):
+            engine.generate(again, 1)
+    assert engine.step() is None, "nothing of the refused ones was queued"
+    assert list(engine.trace.records) == ["2", "1", "mine", "3"]
+    for bad in ("", 7):
+        with pytest.raises(EngineError, match="id is a text"):
+            Request(ids(9), id=bad)
 
 
 # ------------------------------------------------------------------ bad input

@@ -228,6 +228,14 @@ def test_constraints_are_exact_and_complete():
     assert not missing, "needed by something in constraints.txt, and not pinned there"
 
 
+@pytest.mark.parametrize("words", ["kvlab/views/strings.py", "kvlab/widgets/words.py"])
+def test_every_word_is_said_somewhere(words):
+    code = "".join(path.read_text(encoding="utf-8") for path in MODULES)
+    defined = re.findall(r"^([A-Z][A-Z_]+)(?:, [A-Z_, ]+)? = ", (ROOT / words).read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(defined) > 20
+    assert not [name for name in defined if len(re.findall(rf"\b{name}\b", code)) < 2], "words that nobody uses"
+
+
 def test_every_module_is_described():
     described = names(ARCHITECTURE)
     missing = [

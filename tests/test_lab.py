@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from kvlab.prompts import Part
 from kvlab.situations import TIMESTAMPS, Layout, Writer
 from kvlab.widgets import words
 from kvlab.widgets.lab import VIEWS, Lab
@@ -138,7 +139,21 @@ def test_stop_ends_the_request_and_frees_its_blocks(lab):
         engine.cache.check_integrity()
     lab.controls["answer"].field.value = 3
     assert hits(lab)["vllm"] == [0]
+    assert "SGLang" not in lab._sentence.value, "it was not sent this request"
     assert run(lab)["vllm"][-1] == 992
+    last = [side.records[-1] for side in lab.scene.sides.values()]
+    assert {(record.id, tuple(record.tokens[:1040])) for record in last} == {(last[0].id, tuple(last[0].tokens[:1040]))}
+
+
+def test_an_error_without_words_gets_some(lab, monkeypatch):
+    def run_out(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(lab.source, "run", run_out)
+    lab.run()
+    assert lab.wait(60)
+    assert (lab.phase, lab.trouble) == ("ready", True)
+    assert lab.message.startswith("The memory ended")
 
 
 def test_a_model_that_cannot_be_had_is_said_and_can_be_tried_again(tmp_path):
@@ -188,6 +203,30 @@ def test_prompts_have_the_lengths_asked_for_and_differ_where_they_should(timesta
     assert (lengths["system"], lengths["question"]) == (100, 20)
     common = next(i for i, (a, b) in enumerate(zip(one.ids, two.ids, strict=False)) if a != b)
     assert common == {"none": 100, "before": 0, "between": 100, "after": 100}[timestamp]
+
+
+@pytest.mark.parametrize(("timestamp", "stands"), [("none", 1), ("before", 0)])
+def test_the_first_38_requests_begin_differently(embedded, timestamp, stands):
+    for writer in (Writer(embedded.tokenizer, embedded.vocab_size), Writer(None, 50_000)):
+        prompts = [writer.prompt(Layout(timestamp, 20, 20), number) for number in range(38)]
+        assert len({len(prompt) for prompt in prompts}) == 1
+        assert len({prompt.ids[prompt.parts[stands].start] for prompt in prompts}) == 38
+
+
+def test_a_tokenizer_that_makes_no_tokens_is_refused():
+    class Mute:
+        def encode(self, *_, **__):
+            return []
+
+    with pytest.raises(ValueError, match="makes no tokens of English text"):
+        Writer(Mute(), 100)
+
+
+def test_a_part_of_a_prompt_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="comes from 'nowhere': choose one of system"):
+        Part("nowhere", 0, 4)
+    with pytest.raises(ValueError, match="from token 5 to token 4"):
+        Part("system", 5, 4)
 
 
 def test_a_layout_that_cannot_be_is_refused():

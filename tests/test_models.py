@@ -17,11 +17,12 @@ from kvlab.engine import memory, models
 from kvlab.engine.attention import PagedKV, Span, forward, kv_shapes
 from kvlab.engine.device import choose_dtype
 from kvlab.engine.errors import ModelError
+from kvlab.engine.layout import arrange
 from kvlab.engine.models import load_model
 from kvlab.engine.pool import Pool, bytes_per_token
 from kvlab.engine.probe import probe
 from kvlab.engine.reader import token_texts
-from kvlab.engine.tiny import TINY
+from kvlab.engine.tiny import TINY, make_tiny
 
 REFUSED = ("tiny-bloom", "tiny-falcon")
 SUPPORTED = [name for name in TINY if name not in REFUSED]
@@ -41,6 +42,28 @@ def folder(tmp_path):
 def logits(model, ids):
     with torch.inference_mode():
         return model(torch.as_tensor(ids)[None]).logits[0]
+
+
+def test_wide_layers_lie_column_by_column_and_hold_the_same_numbers():
+    model = make_tiny("tiny-llama", torch.float32)
+    before = logits(model, range(9))
+    arrange(model)
+    up = model.model.layers[0].mlp.up_proj.weight
+    assert not up.is_contiguous()
+    assert up.t().is_contiguous()
+    assert model.model.embed_tokens.weight.is_contiguous()
+    torch.testing.assert_close(logits(model, range(9)), before)
+
+
+def test_a_remembered_model_keeps_its_tokenizer(folder, embedded):
+    embedded.tokenizer.save_pretrained(folder)
+    loaded = load_model(folder, device="cpu", dtype="float32")
+    assert loaded.tokenizer is not None
+    model, loaded = loaded.model, None
+    gc.collect()
+    again = load_model(folder, device="cpu", dtype="float32")
+    assert again.model is model
+    assert again.tokenizer is not None
 
 
 # ------------------------------------------------------------------ the embedded model

@@ -19,7 +19,7 @@ from kvlab.engine.caches import build_cache, build_scheduler, check_options
 from kvlab.engine.interrupt import patient_interrupt
 from kvlab.engine.pool import DEFAULT_TOKENS, Pool, default_tokens
 from kvlab.engine.reader import Reader
-from kvlab.engine.request import EngineError, Result, html_table
+from kvlab.engine.request import EngineError, RequestError, Result, html_table
 from kvlab.engine.sampler import Sampler, choose
 from kvlab.trace.recorder import Record, Recorder, Step, Trace
 
@@ -108,15 +108,16 @@ class Engine:
         self._reader = Reader(self.loaded, int(self.cache.num_tokens or 0))
         self._turn = threading.RLock()  # held during a step, and for what must not happen during one
         self._busy = threading.Lock()  # held by generate()
+        self._door = threading.Lock()  # held while requests come in, and while a new trace begins
         self._computing = False
-        self._inbox: deque[str] = deque()
-        self._cancelled: deque[tuple[str, str]] = deque()
         self._begin()
 
     def _begin(self) -> None:
         self._recorder = Recorder(self.cache)
         self._zero = time.perf_counter()
         self._numbers = count(1)
+        self._inbox: deque[str] = deque()
+        self._cancelled: deque[tuple[str, str]] = deque()
         self._steps = count()
         self._runs: dict[str, _Run] = {}
         self._results: dict[str, Result] = {}
@@ -209,7 +210,7 @@ class Engine:
         EngineError
             while requests are on their way.
         """
-        with self._turn:
+        with self._turn, self._door:
             if self._runs or not self.cache.reset():
                 msg = f"cannot reset while {len(self._runs)} requests are on their way: wait for them or cancel them."
                 raise EngineError(msg)
@@ -234,6 +235,7 @@ class Engine:
             self._accept()
             begin = self._now()
             self._computing = True
+            report = None
             try:
                 grants = self.scheduler.next()
                 report = self._report(grants, begin)
@@ -241,7 +243,7 @@ class Engine:
                     sampled = self._compute(grants)
                     done = self.scheduler.done(sampled)
             except BaseException as error:
-                self._fail(error, begin)
+                self._fail(error, report or self._report([], begin))
                 if isinstance(error, Exception):
                     return self.trace.steps[-1]
                 raise
@@ -360,29 +362,39 @@ class Engine:
             if run.record.outcome is not None and id not in self.scheduler.jobs:
                 del self._runs[id]
 
-    def _fail(self, error: BaseException, begin: float) -> None:
+    def _fail(self, error: BaseException, step: Step) -> None:
         """Release the step's requests as failed, twins too, so that no K/V that were not written can be hit."""
         detail = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         self.scheduler.fail(f"the step failed: {detail}")
-        step = Step(next(self._steps), "prefill", begin, self._now(), {}, ())
+        step.end = self._now()
+        if step.index < 0:  # it failed before anyone was chosen
+            step.index = next(self._steps)
         self._settle(step)
         self._recorder.mark(step)
 
     # ------------------------------------------------------------------ small things
     def _submit(self, requests: Sequence[tuple[Request, list[int]]]) -> list[str]:
-        runs = []  # all are made before any is queued, so that a bad one leaves no other behind
-        for request, tokens in requests:
-            id = str(next(self._numbers))
-            record = Record(id, list(tokens), len(tokens), tuple(request.parts), submitted=self._now())
-            asked = int(request.max_new_tokens or 0)
-            room = asked if self._reader.positions is None else max(1, self._reader.positions - len(tokens))
-            sampler = Sampler(request.sampling)  # type: ignore[arg-type]  # a mapping became a Sampling in Request
-            runs.append(_Run(request, record, sampler, min(asked, room), cut=room < asked))
-        for run in runs:
-            self._runs[run.record.id] = run
-            self.trace.records[run.record.id] = run.record
-            self._inbox.append(run.record.id)
+        with self._door:
+            own = [request.id for request, _ in requests if request.id]
+            taken = next((id for n, id in enumerate(own) if id in self.trace.records or id in own[:n]), None)
+            if taken is not None:
+                msg = f"a request with the id {taken!r} is in the trace already: give another one, or none and the engine counts."
+                raise RequestError(msg)
+            free = (id for id in map(str, self._numbers) if id not in self.trace.records and id not in own)
+            # all are made before any is queued, so that a bad one leaves no other behind
+            runs = [self._run(request.id or next(free), request, tokens) for request, tokens in requests]
+            for run in runs:
+                self._runs[run.record.id] = run
+                self.trace.records[run.record.id] = run.record
+                self._inbox.append(run.record.id)
         return [run.record.id for run in runs]
+
+    def _run(self, id: str, request: Request, tokens: Sequence[int]) -> _Run:
+        record = Record(id, list(tokens), len(tokens), tuple(request.parts), submitted=self._now())
+        asked = int(request.max_new_tokens or 0)
+        room = asked if self._reader.positions is None else max(1, self._reader.positions - len(tokens))
+        sampler = Sampler(request.sampling)  # type: ignore[arg-type]  # a mapping became a Sampling in Request
+        return _Run(request, record, sampler, min(asked, room), cut=room < asked)
 
     def _unfinished(self, ids: Sequence[str]) -> bool:
         return any(id in self._runs for id in ids)

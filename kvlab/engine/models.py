@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from kvlab.engine import embedded, gguf_file, safetensors_file
 from kvlab.engine.device import choose_device, choose_dtype
 from kvlab.engine.errors import ModelError
+from kvlab.engine.layout import arrange
 from kvlab.engine.memory import free_memory, require_memory
 from kvlab.engine.tiny import TINY, make_tiny
 
@@ -42,7 +43,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 _loading = threading.RLock()
 _models: WeakValueDictionary[tuple[str, ...], Any] = WeakValueDictionary()
-_tokenizers: WeakValueDictionary[tuple[str, ...], Any] = WeakValueDictionary()
+_tokenizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by model: as long as that is in use
 
 
 @dataclass(eq=False)
@@ -178,10 +179,11 @@ def _shared(key: tuple[str, ...], name: str, device: torch.device, read: Callabl
     """Give the model that is loaded already, or read it, every failure in words."""
     model = _models.get(key)
     if model is not None:
-        return model, _tokenizers.get(key)
+        return model, _tokenizers[model]
     try:
         model, tokenizer = read()
         model = model.to(device).eval()  # type: ignore[arg-type]
+        arrange(model)
     except ModelError:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -190,9 +192,8 @@ def _shared(key: tuple[str, ...], name: str, device: torch.device, read: Callabl
     except Exception as error:  # transformers raises a dozen kinds; the first line of each says what is wrong
         msg = f"{name} cannot be loaded: {_first_line(error)}"
         raise ModelError(msg) from error
+    _tokenizers[model] = tokenizer
     _models[key] = model
-    if tokenizer is not None:
-        _tokenizers[key] = tokenizer
     return model, tokenizer
 
 

@@ -84,6 +84,8 @@ class Request:
         go on after the model's end tokens; None: what `Engine.generate` was given.
     parts : sequence of Part
         where the prompt's tokens come from, for the pictures.
+    id : str or None
+        its name in the trace; None: the engine counts, "1", "2" ...
     """
 
     prompt: Any
@@ -97,8 +99,12 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     parts: Sequence[Part] = ()
+    id: str | None = None
 
     def __post_init__(self) -> None:
+        if self.id is not None and (not isinstance(self.id, str) or not self.id):
+            msg = f"a request's id is a text that is not empty, not {self.id!r}: give one, or none and the engine counts."
+            raise RequestError(msg)
         if isinstance(self.sampling, Mapping):
             unknown = [name for name in self.sampling if name not in Sampling.__slots__]
             if unknown:

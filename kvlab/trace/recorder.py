@@ -127,6 +127,11 @@ class Trace:
         count = 0 if step < 0 else self.marks[step]
         return self.base.copy().fold(self.events[:count])
 
+    def since(self, index: int) -> list[Event]:
+        """Return the events after the step of this `index` (-1: all), as far as they are kept."""
+        place = bisect_right(self.steps, index, key=lambda step: step.index)
+        return self.events[self.marks[place - 1] if place else 0 :]
+
     @property
     def state(self) -> State:
         """The state after the last event."""
@@ -182,7 +187,7 @@ class Recorder:
         trace.marks = [mark - cut for mark in trace.marks[steps:]]
 
     def _drop(self) -> None:
-        ended = [id for id, record in self.trace.records.items() if record.outcome is not None]
+        ended = [id for id, record in list(self.trace.records.items()) if record.outcome is not None]
         for id in ended[: -self.keep_records]:
             del self.trace.records[id]
 

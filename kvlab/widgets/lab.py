@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as w
 import traitlets as t
 
+from kvlab.engine.errors import in_words
 from kvlab.situations import TIMESTAMPS
 from kvlab.views import block_map, radix_tree, ribbon, summary, timeline
 from kvlab.views.legend import legend
@@ -132,6 +133,11 @@ VIEWS = (
 )
 
 
+def _words(error: Exception) -> str:
+    """Return what to say of an error: a setting that cannot be says so itself."""
+    return str(error) if isinstance(error, ValueError) else in_words(error)
+
+
 @cache
 def _css() -> str:
     return resources.files(__package__).joinpath("lab.css").read_text(encoding="utf-8")
@@ -151,28 +157,28 @@ class Lab(w.VBox):
     ----------
     phase : {"loading", "ready", "working", "failed"}
         ``failed``: the model could not be loaded; the button tries again.
-    message : str
-        what stands below the buttons; `trouble` tells that it is an error.
+    message, trouble : str, bool
+        what stands below the buttons, and whether it is an error.
     scene : Scene
         what is on screen.
     charts : dict of str to Chart
     """
 
     phase = t.Enum(["loading", "ready", "working", "failed"], "loading")
-    message = t.Unicode()
-    trouble = t.Bool(default_value=False)
+    _said = t.Tuple(t.Unicode(), t.Bool(), default_value=("", False))  # one trait: two threads may speak
 
     def __init__(self, model: Any = None, num_tokens: int = 4096) -> None:  # noqa: ANN401 - a name, a path or a Loaded
         self.source = LiveSource(model, num_tokens)
         self.scene = recorded_scene()
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # set and cleared with the lock held, so that it always means the run under way
         self._told = 0.0  # when progress was last told, monotonic seconds
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # held where phase changes
+        self._drawing = threading.Lock()
         self._worker: threading.Thread | None = None
         self._build()
         super().__init__(children=[self._style, self._head, w.HBox([self._left, self._right], layout=w.Layout(width="100%"))])
         self.add_class("kvlab-lab")
-        self.observe(self._paint_status, ["phase", "message", "trouble"])
+        self.observe(self._paint_status, ["phase", "_said"])
         self.charts["ribbon-vllm"].observe(lambda _: self.draw(), "theme")
         self.draw()
         self._start_loading()
@@ -251,18 +257,20 @@ class Lab(w.VBox):
 
     def stop(self) -> None:
         """End the request under way after its step."""
-        if self.phase == "working":
-            self._stop.set()
-            self._say(words.STOPPING)
+        with self._lock:
+            if self.phase == "working":
+                self._stop.set()
+                self._say(words.STOPPING)
 
     def start_over(self) -> None:
         """Empty both caches and forget all requests."""
-        if self._refuse_if_busy():
-            return
-        self.source.start_over()
-        self.scene = self.source.scene()
-        self.bar.value = 0
-        self._say(words.READY)
+        with self._lock:
+            if self._refuse_if_busy():
+                return
+            self.source.start_over()
+            self.scene = self.source.scene()
+            self.bar.value = 0
+            self._say(words.READY)
         self.draw()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -299,7 +307,7 @@ class Lab(w.VBox):
         try:
             self.source.load(self._tell)
         except Exception as error:  # noqa: BLE001 - whatever keeps the model away is said in words
-            self._say(words.FAILED.format(error=error), trouble=True)
+            self._say(_words(error), trouble=True)
             self.phase = "failed"
             return
         self.bar.value = 0
@@ -308,13 +316,14 @@ class Lab(w.VBox):
         self._paint_head()
 
     def _work(self, settings: Settings) -> None:
+        trouble = ""
+        self._say("")
         try:
-            self._say("")
             self.source.run(settings, self._tell, self._look, self._stop)
-            self._say(words.STOPPED if self._stop.is_set() else words.DONE)
         except Exception as error:  # noqa: BLE001 - said in words; the engines are as they were
-            self._say(words.FAILED.format(error=error), trouble=True)
-        finally:
+            trouble = _words(error)
+        with self._lock:
+            self._say(trouble or (words.STOPPED if self._stop.is_set() else words.DONE), trouble=bool(trouble))
             self.bar.value = 0
             self.phase = "ready"
 
@@ -328,17 +337,28 @@ class Lab(w.VBox):
             return
         self._told = now
         self.bar.value = fraction
-        if not self._stop.is_set():
-            self._say(what)
+        with self._lock:
+            if not self._stop.is_set():
+                self._say(what)
+
+    @property
+    def message(self) -> str:  # noqa: D102 - see Attributes
+        return str(self._said[0])
+
+    @property
+    def trouble(self) -> bool:  # noqa: D102 - see Attributes
+        return bool(self._said[1])
 
     def _say(self, message: str, *, trouble: bool = False) -> None:
-        with self.hold_trait_notifications():
-            self.message, self.trouble = message, trouble
+        self._said = (message, trouble)
 
     # ------------------------------------------------------------------ what is to be seen
     def draw(self) -> None:
         """Draw the scene anew."""
-        scene = self.scene
+        with self._drawing:  # a new theme may come while a run ends
+            self._draw(self.scene)
+
+    def _draw(self, scene: Scene) -> None:
         theme: Theme = "dark" if self.charts["ribbon-vllm"].theme == "dark" else "light"
         look = {"theme": theme, "scale": 1.0}
         for view in VIEWS:
@@ -346,7 +366,7 @@ class Lab(w.VBox):
             try:
                 chart.show(view.draw(scene, look), alt=view.alt, summary=view.say(scene), table=partial(view.data, scene))
             except Exception as error:  # noqa: BLE001 - a picture that fails says so in its place
-                chart.say(words.DRAW_FAILED.format(error=error))
+                chart.say(words.DRAW_FAILED.format(error=_words(error)))
         parts = {p.source for side in scene.sides.values() for r in side.records for p in r.parts}
         self._legend.value = legend({*parts, "system", "timestamp", "question", "generated"}, theme=theme)
         self._paint_head()
@@ -360,8 +380,9 @@ class Lab(w.VBox):
         )
 
     def _paint_sentence(self) -> None:
-        last = {p: s.records[-1] for p, s in self.scene.sides.items() if s.records}
-        instead = {p: s.full_seconds[r.id] for p, s in self.scene.sides.items() for r in s.records[-1:] if r.id in s.full_seconds}
+        last = self.scene.latest
+        full = {policy: self.scene.sides[policy].full_seconds for policy in last}
+        instead = {policy: full[policy][record.id] for policy, record in last.items() if record.id in full[policy]}
         first = html.escape(summary.headline(last, instead))
         reasons = []
         for policy, record in last.items():

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvlab.cache import events as ev
 from kvlab.situations import Layout, Timestamp, Writer
 from kvlab.trace.files import RECORDED, load_traces
 from kvlab.widgets import words
@@ -44,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One policy: its requests, steps and cache.
+    """One policy: its requests and its cache.
 
     Attributes
     ----------
@@ -57,7 +58,6 @@ class Side:
     policy: str
     state: State
     records: list[Record]
-    steps: list[Step]
     evicted: tuple[int, ...] = ()
     texts: dict[str, list[str]] = field(default_factory=dict)
 
@@ -93,11 +93,16 @@ class Scene:
     sides: dict[str, Side] = field(default_factory=dict)
     about: str = ""
 
+    @property
+    def latest(self) -> dict[str, Record]:
+        """The latest request, by policy; only those policies that were sent it (Stop may come between)."""
+        last = {policy: side.records[-1] for policy, side in self.sides.items() if side.records}
+        sent = next((record.id for record in last.values()), None)  # the first policy gets every request before the others do
+        return {policy: record for policy, record in last.items() if record.id == sent}
+
 
 def evicted_units(events: list[Event], unit: int) -> tuple[int, ...]:
     """Return the blocks or pages whose content fell during `events`."""
-    from kvlab.cache import events as ev
-
     units: list[int] = []
     for event in events:
         if isinstance(event, ev.Unkeyed) and event.why == "evicted":
@@ -111,7 +116,7 @@ def recorded_scene(path: Path = RECORDED / "four_situations.jsonl.gz") -> Scene:
     """Return a recorded run, as a lab shows it until its model is there."""
     sides = {}
     for policy, trace in load_traces(path).items():
-        sides[policy] = Side(policy, trace.state, list(trace.records.values()), trace.steps)
+        sides[policy] = Side(policy, trace.state, list(trace.records.values()))
     return Scene(sides, about=words.RECORDED)
 
 
@@ -133,8 +138,8 @@ class LiveSource:
         self._built: tuple[int, int] | None = None
         self._number = 0
         self._warm: set[Layout] = set()
-        self._marks: dict[str, int] = {}
-        self._texts: dict[tuple[str, str, int], list[str]] = {}  # by policy, request and length
+        self._seen: dict[str, int] = {}  # by policy, the last step before the last run
+        self._texts: dict[tuple[int, ...], list[str]] = {}  # by tokens
 
     # ------------------------------------------------------------------ the model
     def load(self, progress: Callable[[float, str], None]) -> None:
@@ -153,11 +158,11 @@ class LiveSource:
             return
         assert self.loaded is not None, "the model is loaded before engines are built"
         options: Mapping[str, dict[str, Any]] = {"vllm": {"block_size": sizes[0]}, "sglang": {"page_size": sizes[1]}}
-        self.engines = {p: Engine(self.loaded, cache=p, num_tokens=self.num_tokens, **options[p]) for p in POLICIES}
-        self._built = sizes
-        for engine in self.engines.values():  # the very first pass pays for things that have nothing to do with caching
+        engines = {p: Engine(self.loaded, cache=p, num_tokens=self.num_tokens, **options[p]) for p in POLICIES}
+        for engine in engines.values():  # the very first pass pays for things that have nothing to do with caching
             engine.generate([list(range(64))], max_new_tokens=2, ignore_eos=True)
             engine.reset()
+        self.engines, self._built = engines, sizes
         self._forget()
 
     # ------------------------------------------------------------------ requests
@@ -189,12 +194,13 @@ class LiveSource:
         new = settings.layout not in self._warm
         prompts = [writer.prompt(settings.layout, self._number + i) for i in range(1 + new)]
         self.build(settings)
-        self._marks = {policy: len(engine.trace.events) for policy, engine in self.engines.items()}
+        self._seen = {policy: engine.trace.steps[-1].index for policy, engine in self.engines.items() if engine.trace.steps}
         jobs = [(prompt, policy) for prompt in prompts for policy in POLICIES]
         for done, (prompt, policy) in enumerate(jobs):
-            ask = Request(prompt, max_new_tokens=settings.answer, ignore_eos=True)
             if policy == POLICIES[0]:
                 self._number += 1  # a prompt that was stopped half way is not sent again: the cache may hold it
+            # both caches know a request by the same id, also after one was stopped before the other cache got it
+            ask = Request(prompt, max_new_tokens=settings.answer, ignore_eos=True, id=str(self._number))
             what = words.SENDING.format(number=self._number, policy=words.POLICY[policy])
             tell(done / len(jobs), what)
             engine = self.engines[policy]
@@ -222,7 +228,7 @@ class LiveSource:
     def _forget(self) -> None:
         self._number = 0
         self._warm.clear()
-        self._marks = {}
+        self._seen = {}
         self._texts.clear()
 
     # ------------------------------------------------------------------ what is to be seen
@@ -233,19 +239,19 @@ class LiveSource:
             trace: Trace = engine.trace
             records = [r for r in trace.records.values() if r.started is not None]
             state = engine.cache.snapshot()
-            evicted = evicted_units(trace.events[self._marks.get(policy, 0) :], state.unit)
-            texts = {record.id: self._text(policy, record) for record in records}
-            sides[policy] = Side(policy, state, records, trace.steps, evicted, texts)
+            evicted = evicted_units(trace.since(self._seen.get(policy, -1)), state.unit)
+            texts = {record.id: self._text(record) for record in records}
+            sides[policy] = Side(policy, state, records, evicted, texts)
         return Scene(sides, about=self.about)
 
-    def _text(self, policy: str, record: Record) -> list[str]:
+    def _text(self, record: Record) -> list[str]:
         """Return the text of each token, decoded once."""
         from kvlab.engine.reader import token_texts
 
         tokenizer = None if self.loaded is None else self.loaded.tokenizer
         if tokenizer is None:
             return []
-        key = policy, record.id, len(record.tokens)
+        key = tuple(record.tokens)
         if key not in self._texts:
             self._texts[key] = token_texts(tokenizer, record.tokens)
         return self._texts[key]

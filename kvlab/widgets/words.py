@@ -33,7 +33,6 @@ STOPPED = "Stopped. The request under way was ended and its blocks are free; pre
 DONE = "Done. Press Run for one more request, or change the layout."
 BUSY = "A request is under way: press Stop first, or wait."
 NOT_READY = "The model is still being loaded: wait until it is ready."
-FAILED = "{error}"
 DRAW_FAILED = "The pictures could not be drawn: {error}"
 NOT_A_NUMBER = "{name} is {value!r}: it must be a whole number of at least {least}."
 TOO_LONG = "The prompt and answer take about {asked:,} tokens, the pool has {pool:,}: shorten one of them."
