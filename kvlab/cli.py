@@ -152,13 +152,14 @@ def replay(
 
 def _replay(path: Path, *, as_json: bool, check: bool) -> tuple[int, str]:
     """Run one trace and print what it did; return how many operations ran, and in words what is wrong with it."""
-    from kvlab.trace.replay import Difference, Replay, ReplayError, difference
+    from kvlab.trace.lines import ReplayError
+    from kvlab.trace.replay import Difference, difference, open_replay
 
     done = compared = 0
     found: list[Difference] = []
     try:
         with path.open(encoding="utf-8-sig") as lines:
-            trace = Replay(lines, str(path))
+            trace = open_replay(lines, str(path))
             for step in trace:
                 done += 1
                 if as_json:
@@ -172,8 +173,7 @@ def _replay(path: Path, *, as_json: bool, check: bool) -> tuple[int, str]:
         return done, f"{path} cannot be read: {error.strerror}."
     if not as_json:
         told = f", {compared - len(found):,} of {compared:,} as recorded" if check else ""
-        hits = f"{trace.state.found:,} of {trace.state.queried:,} tokens looked up were cached"
-        typer.echo(f"{path}: {done:,} operations{told}; {hits}")
+        typer.echo(f"{path}: {done:,} operations{told}; {trace.summary()}")
     if check and not compared:
         return done, f"{path} holds no `expect`: there is nothing to compare."
     if len(found) > 1:

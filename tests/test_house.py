@@ -228,6 +228,21 @@ def test_constraints_are_exact_and_complete():
     assert not missing, "needed by something in constraints.txt, and not pinned there"
 
 
+def test_every_rule_that_the_code_names_is_there():
+    cited = re.compile(r"docs/(vllm|sglang)\.md ((?:\d+(?:-\d+)?(?:, | and )?)+)")
+    rules = {
+        engine: set(re.findall(r"^(\d+)\. ", (ROOT / f"docs/{engine}.md").read_text(encoding="utf-8"), re.MULTILINE))
+        for engine in ("vllm", "sglang")
+    }
+    found = 0
+    for path in MODULES:
+        for engine, numbers in cited.findall(path.read_text(encoding="utf-8")):
+            found += 1
+            missing = set(re.findall(r"\d+", numbers)) - rules[engine]
+            assert not missing, f"{path} names rules that docs/{engine}.md lacks"
+    assert found > 10
+
+
 @pytest.mark.parametrize("words", ["kvlab/views/strings.py", "kvlab/widgets/words.py"])
 def test_every_word_is_said_somewhere(words):
     code = "".join(path.read_text(encoding="utf-8") for path in MODULES)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kvlab.trace.replay import Replay, ReplayError, check
+from kvlab.trace.lines import ReplayError
+from kvlab.trace.replay import Replay, check, open_replay
 
 VLLM = {"engine": "vllm", "num_blocks": 9, "block_size": 4}
 SGLANG = {"engine": "sglang", "num_tokens": 64, "page_size": 4}
@@ -113,6 +114,24 @@ def test_a_line_that_cannot_be_run_is_named(words, text):
     assert str(error.value).endswith(".")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("line 1, field 'policy': is missing", lines({"queue": []})),
+        ("line 1: there is no queue order 'best'", lines({"policy": "best", "queue": []})),
+        ("line 1, field 'queue': is 3, but must be a list of requests", lines({"policy": "lpm", "queue": 3})),
+        ("line 2, field 'tokens': is missing", lines({"policy": "lpm", "queue": []}, {"policy": "lpm", "queue": [{}]})),
+        ("line 1, field 'cached': is \\[\\[\\]\\], but must be", lines({"policy": "lpm", "queue": [], "cached": [[]]})),
+        ("line 1: page_size is 0", lines({"policy": "lpm", "queue": [], "page_size": 0})),
+        ("line 1, field 'expect': is 3", lines({"policy": "lpm", "queue": [], "expect": 3})),
+        ("line 1, field 'seed': is -1", lines({"policy": "random", "queue": [], "seed": -1})),
+    ],
+)
+def test_a_queue_that_cannot_be_ordered_is_named(words, text):
+    with pytest.raises(ReplayError, match=words):
+        list(open_replay(text, "t.jsonl"))
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):

@@ -59,6 +59,19 @@ def test_check_names_what_differs_and_goes_on(changed):
     assert run(changed).exit_code == 0  # nobody asked
 
 
+def test_queue_orders_play_too(tmp_path):
+    result = run(GOLDEN / "schedule.jsonl", "--check")
+    assert result.exit_code == 0
+    assert "40 operations, 40 of 40 as recorded" in result.stdout
+    query = json.loads((GOLDEN / "schedule.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    query["expect"]["order"][:2] = reversed(query["expect"]["order"][:2])
+    path = tmp_path / "other.jsonl"
+    path.write_text(json.dumps(query), encoding="utf-8")
+    result = run(path, "--check")
+    assert result.exit_code == 1
+    assert "line 1 (shortest-prefill-first), field 'order': expected" in result.stderr
+
+
 def test_check_without_anything_to_compare(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"engine": "vllm", "num_blocks": 9, "block_size": 4}\n{"op": "reset"}\n', encoding="utf-8")
@@ -75,7 +88,7 @@ def test_files_that_cannot_be_run(tmp_path):
     for paths, code, words in (
         ([missing], 2, f"kvlab: {missing} cannot be read: No such file or directory."),
         ([tmp_path], 2, f"kvlab: {tmp_path} cannot be read: Is a directory."),
-        ([GOLDEN / "schedule.jsonl"], 2, "field 'engine'"),
+        ([Path(__file__)], 2, "this is no JSON"),
         ([cut], 1, "this is no JSON"),
         ([missing, TRACE], 1, "No such file"),
     ):

@@ -35,7 +35,7 @@ class Space:
     Attributes
     ----------
     salt : str or None
-        ``cache_salt`` of both engines; an empty salt is no salt (semantics/sglang.md 18).
+        ``cache_salt`` of both engines; an empty salt is no salt (docs/sglang.md 18).
     lora : (name, path) or None
         the adapter that computed the K/V.
     extra_key : str or None

@@ -1,4 +1,4 @@
-"""SGLang's eviction keys: which unlocked leaf falls first (semantics/sglang.md 17). Smallest key first."""
+"""SGLang's eviction keys: which unlocked leaf falls first (docs/sglang.md 17). Smallest key first."""
 
 from __future__ import annotations
 

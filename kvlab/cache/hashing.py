@@ -1,4 +1,4 @@
-"""Keys: vLLM's digests of hash blocks and SGLang's page hashes, bit for bit (semantics/vllm.md 1-5, sglang.md 25).
+"""Keys: vLLM's digests of hash blocks and SGLang's page hashes, bit for bit (docs/vllm.md 1-5, docs/sglang.md 25).
 
 xxhash and cbor2 are imported only when one of their digests is asked for.
 """

@@ -1,4 +1,4 @@
-"""SGLang's allocators: free pages as runs of slots, taken from the front, given back at an end (semantics/sglang.md 2)."""
+"""SGLang's allocators: free pages as runs of slots, taken from the front, given back at an end (docs/sglang.md 2)."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class State:
 
     @property
     def hit_rate(self) -> float:
-        """Found / queried tokens, 0 where nothing was queried (semantics/vllm.md 27)."""
+        """Found / queried tokens, 0 where nothing was queried (docs/vllm.md 27)."""
         return self.found / self.queried if self.queried else 0.0
 
     def copy(self) -> State:

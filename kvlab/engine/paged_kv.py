@@ -111,7 +111,7 @@ class PagedKV:
     """K and V of one step: where its requests' tokens stand in `pool`, and how each of its queries reads them.
 
     In every layer all K and V of the step are written before any is read, so a request may read what another one writes in
-    the same step (semantics/vllm.md 12).
+    the same step (docs/vllm.md 12).
 
     Attributes
     ----------

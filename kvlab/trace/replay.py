@@ -7,34 +7,20 @@ the engine did; the rest is the operation. An engine is an entry in `ENGINES`.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.cache.block_cache import BlockCache
-from kvlab.cache.checks import MAX_PRIORITY, MAX_TOKEN
 from kvlab.cache.contract import Answer, CacheError
 from kvlab.cache.events import Event, Evicted
 from kvlab.cache.radix_cache import RadixCache
 from kvlab.cache.state import ROOT, Row, State
+from kvlab.trace.lines import Fields, Lines, ReplayError, Shape, short
+from kvlab.trace.queues import Queues, Replayed
 from kvlab.trace.wire import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-Fields = dict[str, Any]
-
-
-class ReplayError(ValueError):
-    """A trace cannot be run: one sentence that names its file, the line and the field."""
-
-
-class Replayed(NamedTuple):
-    """One operation: what was asked, what the cache did (`result`: the fields of ``expect``), and its events."""
-
-    line: int
-    op: str
-    result: Fields
-    expect: Fields | None
-    events: list[Event]
 
 
 class Difference(NamedTuple):
@@ -49,7 +35,7 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """Say it in one sentence; long values are cut."""
-        values = f"expected {_short(self.expected)}, got {_short(self.got)}"
+        values = f"expected {short(self.expected)}, got {short(self.got)}"
         return f"{self.name}, line {self.line} ({self.op}), field {self.field!r}: {values}."
 
 
@@ -58,7 +44,7 @@ class Replay:
 
     Parameters
     ----------
-    lines : iterable of str
+    texts : iterable of str
         the header line, then the operations; empty lines are passed over.
     name : str
         what errors call the trace: its file.
@@ -75,36 +61,34 @@ class Replay:
         here and while iterating, for a line that is no operation, or one that the cache refuses to try.
     """
 
-    def __init__(self, lines: Iterable[str], name: str = "the trace") -> None:
-        self.name = name
-        self._line = 0
-        self._lines = iter(lines)
-        header = self._next()
+    def __init__(self, texts: Iterable[str], name: str = "the trace") -> None:
+        self._lines = Lines(texts, name)
+        header = self._lines.next()
         if header is None:
             msg = f"{name} is empty: a trace starts with a header line."
             raise ReplayError(msg)
         engine = header.pop("engine", None)
         if not isinstance(engine, str) or engine not in ENGINES:
             known = " or ".join(json.dumps(engine) for engine in ENGINES)
-            self._refuse("engine", f"is {_short(engine)} in the header, but must be {known}")
+            self._lines.refuse("engine", f"is {short(engine)} in the header, but must be {known}")
         self._engine = ENGINES[engine]
-        header = self._fields(header, self._engine.header)
+        header = self._lines.fields(header, self._engine.header)
         try:
             self.cache = self._engine.cache(**header)
         except CacheError as error:  # its sentence begins with the field
-            self._refuse(None, str(error))
+            self._lines.refuse(None, str(error))
         self.cache.events()
         self.state = self.cache.snapshot()
 
     def __iter__(self) -> Iterator[Replayed]:
-        while (line := self._next()) is not None:
+        while (line := self._lines.next()) is not None:
             op, expect = line.pop("op", None), line.pop("expect", None)
             if expect is not None and not isinstance(expect, dict):
-                self._refuse("expect", f"is {_short(expect)}, but must be an object")
+                self._lines.refuse("expect", f"is {short(expect)}, but must be an object")
             if not isinstance(op, str) or op not in self._engine.ops:
-                self._refuse("op", f"is {_short(op)}, but must be one of {', '.join(self._engine.ops)}")
-            result, events = self._run(op, self._fields(line, self._engine.ops[op]))
-            yield Replayed(self._line, op, result, expect, events)
+                self._lines.refuse("op", f"is {short(op)}, but must be one of {', '.join(self._engine.ops)}")
+            result, events = self._run(op, self._lines.fields(line, self._engine.ops[op]))
+            yield Replayed(self._lines.number, op, result, expect, events)
 
     def _run(self, op: str, fields: Fields) -> tuple[Fields, list[Event]]:
         id = fields.get("id", "")
@@ -112,7 +96,7 @@ class Replay:
         try:
             answer = self._call(op, fields)
         except CacheError as error:
-            self._refuse("reqs" if op == "prefill" else "tokens" if fields.get("tokens") == [] else "id", str(error))
+            self._lines.refuse("reqs" if op == "prefill" else "tokens" if fields.get("tokens") == [] else "id", str(error))
         events = self.cache.events()
         self.state.fold(events)
         # An ended request is no longer among the rows; the row seen before keeps what it was at its end.
@@ -128,59 +112,38 @@ class Replay:
                 self.cache.evict(fields["n"])
                 return Answer(ok=True)
             case "prefill":
-                return self.cache.prefill([self._fields(request, self._engine.ops["start"]) for request in fields["reqs"]])
+                return self.cache.prefill([self._lines.fields(request, self._engine.ops["start"]) for request in fields["reqs"]])
             case _:
                 return getattr(self.cache, op)(**fields)
 
-    # ------------------------------------------------------------------ lines
-    def _next(self) -> Fields | None:
-        """Return the object on the next line that is not empty; None at the end."""
-        text = "\n"
-        while not text.strip():
-            self._line += 1
-            try:
-                text = next(self._lines)
-            except StopIteration:
-                return None
-            except UnicodeDecodeError as error:
-                self._refuse(None, f"this is no text in UTF-8 ({error.reason})")
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            self._refuse(None, f"this is no JSON ({error})")
-        if not isinstance(value, dict):
-            self._refuse(None, f"{_short(value)} is no JSON object")
-        return value
-
-    def _fields(self, given: Fields, shape: Shape) -> Fields:
-        """Return the fields of an object without nulls; refuse what is missing, unknown or of a wrong kind."""
-        fields = {name: value for name, value in given.items() if value is not None}
-        for name in shape.needed:
-            if name not in fields:
-                self._refuse(name, "is missing")
-        for name, value in fields.items():
-            if name not in shape.needed + shape.optional:
-                self._refuse(name, f"is not known here; there are {', '.join(shape.needed + shape.optional) or 'none'}")
-            words, fits = _KINDS[name]
-            if not fits(value):
-                self._refuse(name, f"is {_short(value)}, but must be {words}")
-        return fields
-
-    def _refuse(self, field: str | None, what: str) -> NoReturn:
-        place = f"{self.name}, line {self._line}" + (f", field {field!r}" if field else "")
-        msg = f"{place}: {what.removesuffix('.')}."
-        raise ReplayError(msg) from None
+    def summary(self) -> str:
+        """Return the hit rate in words."""
+        return f"{self.state.found:,} of {self.state.queried:,} tokens looked up were cached"
 
 
-def check(lines: Iterable[str], name: str = "the trace") -> Difference | None:
+def open_replay(texts: Iterable[str], name: str = "the trace") -> Replay | Queues:
+    """Return a trace of operations, or of queue orders, whichever the first line begins.
+
+    Raises
+    ------
+    ReplayError
+        for a first line that begins neither; what comes later is refused while iterating.
+    """
+    rest = iter(texts)
+    begin = list(islice(rest, 1))
+    kind = Queues if any('"queue"' in text and '"engine"' not in text for text in begin) else Replay
+    return kind(chain(begin, rest), name)
+
+
+def check(texts: Iterable[str], name: str = "the trace") -> Difference | None:
     """Run a trace and return the first field of an ``expect`` that comes out otherwise; None when all are as recorded.
 
     Raises
     ------
     ReplayError
-        as `Replay` does.
+        as `open_replay` does.
     """
-    return next((found for step in Replay(lines, name) if (found := difference(step, name))), None)
+    return next((found for step in open_replay(texts, name) if (found := difference(step, name))), None)
 
 
 def difference(step: Replayed, name: str = "the trace") -> Difference | None:
@@ -253,13 +216,6 @@ def _tree(state: State) -> Fields:
 
 
 # ---------------------------------------------------------------------- what a line may hold
-class Shape(NamedTuple):
-    """The fields of a header or an operation."""
-
-    needed: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-
-
 class Engine(NamedTuple):
     """A kind of trace: the cache that its header makes, the fields of header and operations, how a result is told."""
 
@@ -305,46 +261,3 @@ ENGINES = {
         _tell_sglang,
     ),
 }
-
-_MOST = 10**8  # blocks, tokens: what a header or a number of tokens can sensibly be
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_count(value: object, least: int = 0, most: int = _MOST) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_token(value: object) -> bool:
-    return _is_count(value, 0, MAX_TOKEN)
-
-
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("id", "salt", "extra_key", "lora", "hash", "hash_seed", "policy"), ("text", _is_text)),
-    **dict.fromkeys(("enable_caching", "enable", "overlap", "skip_read", "last"), ("true or false", _is_flag)),
-    **dict.fromkeys(
-        ("num_blocks", "block_size", "max_num_batched_tokens", "num_tokens", "page_size", "chunk", "max_output", "max_new", "n"),
-        (f"a whole number from 0 to {_MOST:,}", _is_count),
-    ),
-    "watermark": ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
-    "priority": ("a whole number", lambda value: _is_count(value, -MAX_PRIORITY, MAX_PRIORITY)),
-    "token": (f"a token id from 0 to {MAX_TOKEN:,}", _is_token),
-    "tokens": (
-        f"a list of token ids from 0 to {MAX_TOKEN:,}",
-        lambda value: isinstance(value, list) and all(map(_is_token, value)),
-    ),
-    "reason": ('"stop" or "length"', lambda value: value in ("stop", "length")),
-    "reqs": ("a list of requests", lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value)),
-}
-
-
-def _short(value: object) -> str:
-    """Return a value as JSON, at most 100 characters of it."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 100 else f"{text[:97]}..."
