@@ -100,9 +100,12 @@ def test_voila(embedded):
             use(tab, "voila")
             use_more(tab, "voila")
             tab.assert_clean()
-        with browser_tab(dark=True) as tab:
-            tab.page.goto(server.url)
+        with browser_tab() as tab:
+            tab.page.goto(f"{server.url}/?theme=dark")
             look(tab)
+            dark = """() => [...document.querySelectorAll(".kvlab-chart .main-svg:first-child")]
+                .every(svg => getComputedStyle(svg).backgroundColor.match(/\\d+/g).slice(0, 3).every(part => part < 60))"""
+            tab.page.wait_for_function(dark, timeout=30_000)
             tab.screenshot("voila-dark")
 
 
@@ -159,6 +162,7 @@ def test_jupyterlab_ten_times(embedded, tmp_path):
                 tab.open_notebook(server, "01_four_situations.ipynb")
                 tab.run_all_cells()
                 tab.page.locator(".kvlab-lab").scroll_into_view_if_needed(timeout=60_000)
+                tab.wait_for_charts(len(VIEWS), timeout=60)
                 tab.page.wait_for_function(READY, timeout=MODEL_LOADS)
                 before = revisions(tab)
                 choose(tab, words.ANSWER, 2)
