@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
+from random import Random
 
 import pytest
 
 from kvlab.cache.block_cache import BlockCache
 from kvlab.cache.plain_cache import PlainCache
 from kvlab.cache.radix_cache import RadixCache
+from kvlab.schedule.queueing import NAMES
 from kvlab.schedule.sglang import SglangScheduler
 from kvlab.schedule.vllm import VllmScheduler
 
@@ -356,7 +357,7 @@ def test_a_failed_step_leaves_nothing_to_hit(make):
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "none"])
 @pytest.mark.parametrize("seed", range(12))
 def test_nobody_is_lost_whatever_comes(kind, seed):
-    rng = random.Random(seed)
+    rng = Random(seed)
     unit = rng.choice([1, 4, 16])
     tokens = 16 * rng.randrange(3, 8)
     budget = rng.choice([unit, 2 * unit, 200])
@@ -391,3 +392,50 @@ def test_nobody_is_lost_whatever_comes(kind, seed):
 def test_schedule_knows_no_torch():
     code = "import sys, kvlab.schedule.vllm, kvlab.schedule.sglang; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------ SGLang's queue orders
+def first_to_run(order, cached, queue, **more):
+    """Which of `queue` runs first when only one may run at once."""
+    d = sglang(max_running=1, order=order, **more)
+    d.add("cached", cached, max_new=1)
+    d.run()
+    for id, tokens, max_new in queue:
+        d.add(id, tokens, max_new=max_new)
+    return next(iter(d.step()))
+
+
+@pytest.mark.parametrize(
+    ("order", "first"),
+    [
+        ("fcfs", "long"),
+        ("lpm", "hit"),
+        ("dfs-weight", "hit"),
+        ("shortest-prefill-first", "short"),
+        ("lof", "short"),
+        ("hrrn", "long"),
+    ],
+)
+def test_sglang_admits_in_the_order_asked_for(order, first):
+    # hrrn: nothing was processed since they came, so none has waited yet
+    queue = [("long", numbers(500, 2000), 3), ("hit", [*numbers(200), *numbers(40, 3000)], 3), ("short", numbers(30, 4000), 9)]
+    assert first_to_run(order, numbers(200), queue) == first
+
+
+def test_sglang_in_any_order_ends_everybody_and_loses_nothing():
+    for order in NAMES:
+        d = sglang(tokens=600, max_running=3, order=order, rng=Random(3))
+        for number in range(30):
+            d.add(str(number), [*numbers(40 * (number % 3)), *numbers(10 + number, 1000 * number)], max_new=5)
+        d.run()
+        assert list(d.ended.values()) == ["length"] * 30
+        d.cache.check_integrity()
+        assert d.cache.sizes().protected == 0
+
+
+def test_an_order_that_cannot_be_is_refused():
+    for order in ("best", "random"):
+        with pytest.raises(ValueError, match=f"the order is '{order}': choose one of fcfs, lpm"):
+            sglang(order=order)
+    with pytest.raises(ValueError, match="all but fcfs with a RadixCache"):
+        SglangScheduler(PlainCache(1600), order="lpm")

@@ -1,15 +1,24 @@
-"""SGLang's scheduler: a batch of prefills if anything can be admitted, else of decodes (docs/sglang.md 8, 9, 13, 15, 19)."""
+"""SGLang's scheduler: a batch of prefills if anything can be admitted, else of decodes (docs/sglang.md 8, 9, 13, 15, 19, 22)."""
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import TYPE_CHECKING
+from collections import deque
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
 
-from kvlab.cache.contract import Grant
+from kvlab.cache.contract import EVERYONE, Grant
+from kvlab.cache.radix_cache import RadixCache
+from kvlab.schedule.queueing import NAMES, Waiting, arrange
 from kvlab.schedule.scheduler import Ended, Job, Scheduler
 
 if TYPE_CHECKING:
-    from kvlab.cache.contract import Cache
+    from collections.abc import Mapping, Sequence
+    from random import Random
+
+    import numpy as np
+
+    from kvlab.cache.contract import Cache, Space
+    from kvlab.schedule.scheduler import Done
 
 CLIP = 4096  # new tokens that one request reserves at most (15)
 RETRACT_STEPS = 20  # decode steps that a retraction makes room for (19)
@@ -28,6 +37,10 @@ class SglangScheduler(Scheduler):
         is cached too (9).
     conservativeness : float
         scales what running requests reserve.
+    order : str
+        of the queue, before each batch of prefills: one of `queueing.NAMES`; those that look up need a RadixCache.
+    rng : random.Random, optional
+        for the order random.
     """
 
     def __init__(
@@ -38,13 +51,32 @@ class SglangScheduler(Scheduler):
         *,
         overlap: bool = True,
         conservativeness: float = 1.0,
+        order: str = "fcfs",
+        rng: Random | None = None,
     ) -> None:
         super().__init__(cache, max_batch_tokens, max_running)
+        if order not in NAMES or (order == "random" and rng is None) or (order != "fcfs" and not isinstance(cache, RadixCache)):
+            msg = f"the order is {order!r}: choose one of {', '.join(NAMES)}, random with an rng, all but fcfs with a RadixCache."
+            raise ValueError(msg)
+        self.order, self._rng = order, rng
+        self._processed = 0  # tokens computed so far
+        self._arrived: dict[str, tuple[int, int]] = {}  # by id: its number, and tokens processed when it came
+        self._arrivals = count()
         self.overlap = overlap
         self._start = min(1.0, RATIO * conservativeness)
         self.ratio = self._start
         self._chunked: str | None = None  # its prompt is not through yet: it decodes with nobody
         self._full = False  # an admission was refused: nobody else is looked up until something ends
+
+    def add(self, id: str, tokens: Sequence[int] | np.ndarray, space: Space = EVERYONE, **options: Any) -> None:  # noqa: ANN401
+        """Let a request wait, as `Scheduler.add` says; what comes later may be put before it by `order`."""
+        super().add(id, tokens, space, **options)
+        self._arrived[id] = next(self._arrivals), self._processed
+
+    def done(self, sampled: Mapping[str, int]) -> Done:
+        """Take over the step's results, as `Scheduler.done` says."""
+        self._processed += sum(len(grant.slots) for grant in self.grants)
+        return super().done(sampled)
 
     def _batch(self) -> list[Grant]:
         if not self.running and self._chunked is None:
@@ -54,6 +86,8 @@ class SglangScheduler(Scheduler):
     # ------------------------------------------------------------------ prefill
     def _prefill(self) -> list[Grant]:
         room = 0 if self._full else self.max_running - len(self.running) - (self._chunked is not None)
+        if room > 0 and self.waiting and self.order != "fcfs":
+            self._arrange()
         ids = [self._chunked] if self._chunked is not None else []
         ids += islice(self.waiting, max(room, 0))
         if not ids:
@@ -68,6 +102,18 @@ class SglangScheduler(Scheduler):
             elif answer.why == "no_space" and answer.id != self._chunked:
                 self._full = True
         return grants
+
+    def _arrange(self) -> None:
+        """Put the queue in order; looking up splits and stamps the tree."""
+        assert isinstance(self.cache, RadixCache), "checked when it was made"
+        queue = []
+        for id in self.waiting:
+            row = self.cache.row(id)
+            number, processed = self._arrived[id]
+            queue.append(Waiting(row.tokens, row.space, self.jobs[id].max_new, number, processed))
+        ids = list(self.waiting)
+        found = arrange(self.order, queue, self.cache, processed=self._processed, rng=self._rng)
+        self.waiting = deque(ids[index] for index in found.indices)
 
     def _admitted(self, grant: Grant) -> None:
         if grant.id == self._chunked:
@@ -136,6 +182,7 @@ class SglangScheduler(Scheduler):
 
     def _forget(self, id: str) -> None:
         super()._forget(id)
+        self._arrived.pop(id, None)
         self._full = False
         if id == self._chunked:
             self._chunked = None
