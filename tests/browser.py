@@ -41,6 +41,10 @@ NOISE: list[tuple[re.Pattern[str], str]] = [
         re.compile(r"^net::ERR_ABORTED POST http://127\.0\.0\.1:\d+/voila/api/shutdown/[\w-]+$"),
         "Voila's page asks for the end of its kernel as it is left, and does not stay for the answer",
     ),
+    (
+        re.compile(r"^net::ERR_ABORTED GET http://127\.0\.0\.1:\d+/static/favicons/favicon-busy-\d\.ico$"),
+        "JupyterLab changes the icon of its tab while a kernel works, sometimes before the one before has come",
+    ),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from kvlab.cache.block_cache import BlockCache
@@ -76,6 +78,18 @@ def test_extra_keys_of_a_block():
     assert extra_keys(space, 12, 16) == (lora, ("mm", "dog", -1))
     assert extra_keys(space, 16, 20) == (lora,)
     assert extra_keys(Space(salt="s"), 4, 8) is None
+
+
+def test_embeddings_are_part_of_the_keys_of_the_blocks_that_they_fill():
+    """2: each block's own slice; beyond the prompt, where answers stand, it is empty."""
+    rows = tuple(bytes([i]) * 8 for i in range(8))
+    assert extra_keys(Space(embeds=rows), 4, 8) == (("prompt_embeds", hashlib.sha256(b"".join(rows[4:])).digest()),)
+    assert extra_keys(Space(embeds=rows), 8, 12) == (("prompt_embeds", hashlib.sha256(b"").digest()),)
+    cache = BlockCache(None, 4)
+    cache.start("a", [0] * 8, space=Space(embeds=rows))
+    assert cache.peek([0] * 9, Space(embeds=(*rows, b"x"))).tokens == 8
+    assert cache.peek([0] * 9, Space(embeds=(*rows[:7], b"x", b"x"))).tokens == 4
+    assert cache.peek([0] * 9).tokens == 0
 
 
 def test_four_equal_requests_in_one_take_share_what_the_first_one_schedules():

@@ -110,7 +110,7 @@ def test_bad_input_is_refused_and_changes_nothing(cache, words, call):
         ("cannot retract request 'waiting'", lambda c: c.retract("waiting")),
         ("cannot be released for 'because'", lambda c: c.finish("here", "because")),
         ("token ids alone", lambda c: c.add("new", [1, 2], Space(items=(("cat.png", 0, 2),)))),
-        ("token ids alone", lambda c: c.peek([1, 2], Space(embeds=b"0"))),
+        ("token ids alone", lambda c: c.peek([1, 2], Space(embeds=(b"0", b"1")))),
     ],
 )
 def test_bad_input_to_a_radix_cache(words, call):
@@ -134,8 +134,10 @@ def test_a_part_of_a_prompt_is_decoded_by_nobody():
         ("does not wait", lambda c: c.resume("here")),
         ("cannot preempt request 'waiting'", lambda c: c.preempt("waiting")),
         ("decode request 'waiting'", lambda c: c.decode("waiting")),
-        ("embeddings are not supported", lambda c: c.add("new", [1], Space(embeds=b"0"))),
-        ("embeddings are not supported", lambda c: c.peek([1], Space(embeds=b"0"))),
+        ("2 tokens and 1 embeddings", lambda c: c.add("new", [0, 0], Space(embeds=(b"0",)))),
+        ("tuple of bytes", lambda c: c.peek([1], Space(embeds=b"0"))),
+        ("item \\('cat', 3, 0\\) must be", lambda c: c.add("new", [1], Space(items=(("cat", 3, 0),)))),
+        ("begin where the one before", lambda c: c.peek([1], Space(items=(("cat", 3, 2), ("dog", 4, 1))))),
     ],
 )
 def test_bad_input_to_a_block_cache(words, call):

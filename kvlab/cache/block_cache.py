@@ -139,9 +139,12 @@ class BlockCache(BlockOperations):
         Raises
         ------
         CacheError
-            if `id` is known already or `tokens` are none.
+            if `id` is known already, `tokens` are none, or there are more or fewer embeddings than tokens.
         """
         array = checks.prompt(id, tokens, self._requests, priority, max_new)
+        if space.embeds is not None and len(space.embeds) != len(array):
+            msg = f"request {id!r} has {len(array):,} tokens and {len(space.embeds):,} embeddings: give one a token."
+            raise CacheError(msg)
         request = _Request(id, array.tolist(), len(array), space, read, priority, max_new)
         self._make_keys(request)
         self._requests[id] = request
@@ -160,9 +163,6 @@ class BlockCache(BlockOperations):
     def _make_keys(self, request: _Request) -> None:
         if not self.enable_caching:
             return
-        if request.space.embeds is not None:
-            msg = "keys of prompt embeddings are not supported: give token ids, or a cache with enable_caching=False."
-            raise CacheError(msg)
         size, keys = self.unit, request.keys
         parent = keys[-1].digest if keys else self._none
         for index in range(len(keys), len(request.tokens) // size):

@@ -41,16 +41,16 @@ class Space:
     extra_key : str or None
         SGLang's free extra key.
     items : tuple of (identifier, start, length)
-        images or audio whose embeddings stand at these token positions.
-    embeds : bytes or None
-        digest of prompt embeddings, where the prompt is not made of token ids.
+        images or audio whose embeddings stand at these token positions, in order, none over another.
+    embeds : tuple of bytes, or None
+        prompt embeddings, the raw bytes of one position each, where the prompt is not made of token ids (which are 0 then).
     """
 
     salt: str | None = None
     lora: tuple[str, str] | None = None
     extra_key: str | None = None
     items: tuple[tuple[str, int, int], ...] = ()
-    embeds: bytes | None = None
+    embeds: tuple[bytes, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse keys that cannot be hashed before anything depends on them."""
@@ -64,6 +64,16 @@ class Space:
             except (TypeError, UnicodeEncodeError):  # no text, or half of a surrogate pair
                 msg = f"{key!r} cannot be part of a namespace: salt, extra_key and LoRA must be text that UTF-8 can write."
                 raise CacheError(msg) from None
+        if self.embeds is not None and not (isinstance(self.embeds, tuple) and all(type(row) is bytes for row in self.embeds)):
+            msg = "embeds must be a tuple of bytes, one a position of the prompt."
+            raise CacheError(msg)
+        end = 0
+        for item in self.items:
+            name, start, length = item if isinstance(item, tuple) and len(item) == 3 else (None, -1, 0)
+            if not (isinstance(name, str) and isinstance(start, int) and isinstance(length, int) and length > 0 and start >= end):
+                msg = f"item {item!r} must be (identifier, start, length) and begin where the one before has ended, or later."
+                raise CacheError(msg)
+            end = start + length
 
 
 EVERYONE = Space()

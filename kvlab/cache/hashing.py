@@ -74,6 +74,8 @@ def extra_keys(space: Space, start: int, stop: int) -> tuple[tuple[Any, ...], ..
     keys.extend(("mm", name, at - start) for name, at, length in space.items if at < stop and at + length > start)
     if space.salt and start == 0:
         keys.append(("cache_salt", space.salt))
+    if space.embeds is not None:  # beyond the prompt, where answers stand, it is the digest of nothing
+        keys.append(("prompt_embeds", hashlib.sha256(b"".join(space.embeds[start:stop])).digest()))
     return tuple(keys) or None
 
 

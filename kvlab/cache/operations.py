@@ -19,13 +19,22 @@ if TYPE_CHECKING:
     Tokens = Sequence[int] | np.ndarray
 
 
-def _space(space: Space | None, salt: str | None = None, lora: str | None = None, extra_key: str | None = None) -> Space:
-    """Return the namespace that a trace means; a LoRA's path is "adapters/" and its name there."""
+def _space(
+    space: Space | None,
+    *,
+    salt: str | None = None,
+    lora: str | None = None,
+    extra_key: str | None = None,
+    items: Sequence[Sequence[Any]] = (),
+    embeds: Sequence[str] | None = None,
+) -> Space:
+    """Return the namespace that a trace means; a LoRA's path is "adapters/" and its name there, embeddings are written in hex."""
     if space is not None:
         return space
-    if salt is None and lora is None and extra_key is None:
+    if salt is None and lora is None and extra_key is None and not items and embeds is None:
         return EVERYONE
-    return Space(salt, (lora, f"adapters/{lora}") if lora else None, extra_key)
+    rows = None if embeds is None else tuple(bytes.fromhex(row) for row in embeds)
+    return Space(salt, (lora, f"adapters/{lora}") if lora else None, extra_key, tuple(tuple(item) for item in items), rows)
 
 
 class Operations(Cache, Protocol):
@@ -51,9 +60,9 @@ class Operations(Cache, Protocol):
             msg = f"cannot {verb} request {id!r}: it waits for slots; start it again first."
             raise CacheError(msg)
 
-    def lookup(self, tokens: Tokens, *, salt: str | None = None, lora: str | None = None, space: Space | None = None) -> Answer:
+    def lookup(self, tokens: Tokens, *, space: Space | None = None, **keys: Any) -> Answer:  # noqa: ANN401 - the parts of a Space
         """Say what a prompt would hit, changing nothing (unlike SGLang's own `match`, which splits and stamps)."""
-        found = self.peek(tokens, _space(space, salt, lora))
+        found = self.peek(tokens, _space(space, **keys))
         return Answer(ok=True, hit_tokens=found.tokens, slots=found.slots)
 
 
@@ -69,16 +78,15 @@ class BlockOperations(Operations, Protocol):
         id: str,
         tokens: Tokens | None = None,
         *,
-        salt: str | None = None,
-        lora: str | None = None,
         space: Space | None = None,
         skip_read: bool = False,
         max_output: int = 0,
+        **keys: Any,  # noqa: ANN401 - the parts of a Space: salt, lora, items, embeds
     ) -> Answer:
         """Look up, admit and prefill; an id that waits (preempted) resumes. A start that is not ok leaves no request behind."""
         new = self._may_start(id, tokens)
         if new and tokens is not None:
-            self.add(id, tokens, _space(space, salt, lora), read=not skip_read, max_new=max_output)
+            self.add(id, tokens, _space(space, **keys), read=not skip_read, max_new=max_output)
         headroom = int(self.watermark * (self.num_blocks or 0)) * self.unit if self.runs() else 0
         grants: list[Grant] = []
         while not grants or grants[-1].todo:
@@ -144,7 +152,7 @@ class RadixOperations(Operations, Protocol):
         max_new: int = 0,
     ) -> Answer:
         """Look up, admit and prefill (the first chunk of) a prompt; a retracted id resumes. A refused one is not left behind."""
-        space = _space(space, salt, lora, extra_key)
+        space = _space(space, salt=salt, lora=lora, extra_key=extra_key)
         return self.prefill([{"id": id, "tokens": tokens, "space": space, "priority": priority, "max_new": max_new}])[0]
 
     def prefill(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
@@ -168,7 +176,7 @@ class RadixOperations(Operations, Protocol):
         space: Space | None = None,
         priority: int = 0,
         max_new: int = 0,
-        **keys: str | None,
+        **keys: Any,  # noqa: ANN401 - the parts of a Space
     ) -> bool:
         """Add a request unless it waits already; tell whether it was new."""
         new = self._may_start(id, tokens)

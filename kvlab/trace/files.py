@@ -139,7 +139,8 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - any value of a trace
 def _space(data: dict[str, Any]) -> Space:
     lora, embeds = data["lora"], data["embeds"]
     items = tuple((str(i), int(s), int(n)) for i, s, n in data["items"])
-    return Space(data["salt"], tuple(lora) if lora else None, data["extra_key"], items, bytes.fromhex(embeds) if embeds else None)
+    rows = None if embeds is None else tuple(bytes.fromhex(row) for row in embeds)
+    return Space(data["salt"], tuple(lora) if lora else None, data["extra_key"], items, rows)
 
 
 def _event(line: dict[str, Any]) -> ev.Event:

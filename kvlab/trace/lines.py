@@ -107,6 +107,14 @@ def _is_prompt(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(_is_token, value))
 
 
+def _is_item(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and _is_text(value[0]) and _is_count(value[1]) and _is_count(value[2], 1)
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, str) and len(value) % 2 == 0 and all(c in "0123456789abcdef" for c in value)
+
+
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("id", "salt", "extra_key", "lora", "hash", "hash_seed", "policy"), ("text", _is_text)),
     **dict.fromkeys(("enable_caching", "enable", "overlap", "skip_read", "last"), ("true or false", _is_flag)),
@@ -115,6 +123,14 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         (f"a whole number from 0 to {_MOST:,}", _is_count),
     ),
     **dict.fromkeys(("processed_tokens", "seed", "arrival"), (f"a whole number from 0 to {_MOST:,}", _is_count)),
+    "items": (
+        "a list of [identifier, start, length]",
+        lambda value: isinstance(value, list) and all(map(_is_item, value)),
+    ),
+    "embeds": (
+        "a list of the embeddings' bytes in hex, one a position",
+        lambda value: isinstance(value, list) and all(map(_is_row, value)),
+    ),
     "routing_key": ("text", _is_text),
     "running_keys": ("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value))),
     "cached": (
