@@ -38,8 +38,8 @@ class _InWords(TyperGroup):
             typer.echo("kvlab: Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
-            if hasattr(error, "exit_code") or isinstance(error, typer.Abort) or os.environ.get("KVLAB_DEBUG"):
-                raise  # typer's own already say what they have to say
+            if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)) or os.environ.get("KVLAB_DEBUG"):
+                raise  # typer and click already say what they have to say
             from kvlab.engine.errors import in_words
 
             typer.echo(f"kvlab: {in_words(error)}", err=True)
@@ -168,8 +168,10 @@ def _replay(path: Path, *, as_json: bool, check: bool) -> tuple[int, str]:
                     compared += 1
                     found += filter(None, [difference(step, str(path))])
     except ReplayError as error:
-        return done, str(error)
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        return done, " ".join(map(str, [*found[:1], error]))
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        raise
+    except OSError as error:
         return done, f"{path} cannot be read: {error.strerror}."
     if not as_json:
         told = f", {compared - len(found):,} of {compared:,} as recorded" if check else ""

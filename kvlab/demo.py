@@ -26,6 +26,7 @@ ANSWER = 4
 LONG_ANSWER = {"cpu": 200, "cuda": 2000, "mps": 2000}
 FULL_ANSWER = 2000
 
+# the article's "after" is after the shared part: what a Layout calls between
 LAYOUTS = {
     "shared_first": Layout("none"),
     "timestamp_first": Layout("before"),
@@ -82,7 +83,10 @@ def situations(
     EngineError
         for a model that the engine cannot run, or a request that failed, with the reason.
     """
-    writer = Writer(loaded.tokenizer, loaded.vocab_size)
+    try:
+        writer = Writer(loaded.tokenizer, loaded.vocab_size)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
     engines = {policy: Engine(loaded, cache=policy, num_tokens=POOL) for policy in POLICIES}
     for engine in engines.values():  # the very first pass pays for things that have nothing to do with caching
         tell("warming up")

@@ -230,8 +230,13 @@ def test_old_events_are_folded_into_the_base(make):
     assert len(engine.trace.records) <= 11
     assert engine.trace.steps[0].index > 0
     assert len(engine.trace.steps) == len(engine.trace.marks)
-    assert engine.trace.at(-1).rows == {}
-    assert engine.trace.at(0).rows.keys() == {*engine.trace.steps[0].prefilled, *engine.trace.steps[0].decoded}
+    first, last = engine.trace.steps[0], engine.trace.steps[-1]
+    assert engine.trace.at(first.index - 1).rows.keys() <= engine.trace.at(first.index).rows.keys()
+    assert engine.trace.at(first.index).rows.keys() == {*first.prefilled, *first.decoded}
+    assert engine.trace.at(last.index) == engine.cache.snapshot()
+    for gone in (0, first.index - 2, last.index + 1):
+        with pytest.raises(IndexError, match=f"step {gone} is not in the trace: steps {first.index} to {last.index} are kept"):
+            engine.trace.at(gone)
 
 
 # ------------------------------------------------------------------ sampling
@@ -538,8 +543,11 @@ def test_a_request_that_cannot_be_queued_fails_alone(make, cache, bad):
 
 def test_a_prompt_that_cannot_be_made_leaves_no_other_behind(make):
     engine = make("vllm")
-    with pytest.raises((RuntimeError, ValueError, OverflowError)):
-        engine.generate([Request(ids(50)), Request(ids(50), sampling=Sampling(temperature=1, seed=2**64))], 2)
+    with pytest.raises(RequestError, match="prompt 1"):
+        engine.generate([Request(ids(50)), Request([])], 2)
+    for none in (5, None, (x for x in ids(3))):
+        with pytest.raises(RequestError, match="give a list of prompts"):
+            engine.generate(none, 2)
     assert engine.step() is None
     engine.reset()
 
@@ -591,8 +599,8 @@ def test_longer_than_the_models_positions(make):
 
 
 def test_sampling_values_that_mean_nothing_get_words():
-    bad = {"temperature": -1.0, "top_p": 0.0, "top_k": 1.5, "seed": "x"}
-    for name, value in bad.items():
+    bad = [("temperature", -1.0), ("temperature", "hot"), ("top_p", 0.0), ("top_p", None), ("top_k", 1.5), ("top_k", True)]
+    for name, value in [*bad, ("seed", "x"), ("seed", 2**64)]:
         with pytest.raises(RequestError, match=f"sampling: {name} is"):
             Request([1], sampling={name: value})
     with pytest.raises(RequestError, match="'heat' is unknown"):

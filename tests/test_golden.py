@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.trace.replay import Replay, check
+from kvlab.trace.replay import check, open_replay
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*-*.jsonl"))
 
@@ -21,7 +21,7 @@ def test_the_traces_are_there():
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_every_field_is_as_recorded(path):
     with path.open(encoding="utf-8") as lines:
-        replay = Replay(lines, path.name)
+        replay = open_replay(lines, path.name)
         steps = 0
         for step in replay:
             assert step.result == step.expect, f"line {step.line}, {step.op}"
@@ -35,7 +35,7 @@ def test_every_field_is_as_recorded(path):
 def test_a_cache_without_listeners_answers_the_same(path):
     """Events are built only while somebody listens; what the cache does must not depend on it."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    loud, quiet = Replay(lines), Replay(lines[:1])
+    loud, quiet = open_replay(lines), open_replay(lines[:1])
     quiet.cache._log = None
     if hasattr(quiet.cache, "_tree"):
         quiet.cache._tree._log = None

@@ -76,6 +76,13 @@ def test_block_and_page_size_change_what_is_reused(lab):
     assert run(lab) == {"vllm": [0, 960], "sglang": [0, 768]}
 
 
+def test_other_unit_sizes_begin_with_empty_caches_and_send_two_requests_again(lab):
+    run(lab)
+    lab.controls["block_size"].field.value = 64
+    assert run(lab) == {"vllm": [0, 960], "sglang": [0, 1000]}
+    assert run(lab) == {"vllm": [0, 960, 960], "sglang": [0, 1000, 1000]}, "no prompt is sent twice"
+
+
 def test_every_chart_is_drawn_anew_by_a_run(lab):
     before = {name: chart.revision for name, chart in lab.charts.items()}
     run(lab)
@@ -98,6 +105,7 @@ def test_start_over_empties_both_caches(lab):
         ("page_size", -1, "Page size (SGLang) is -1"),
         ("shared", 0, "Shared part (tokens) is 0"),
         ("shared", 30_000, "about 30,043 tokens, the pool has 4,096"),
+        ("shared", 4_052, "about 4,097 tokens, the pool has 4,096"),
         ("answer", 0, "Answer (tokens) is 0"),
     ],
 )

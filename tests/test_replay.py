@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvlab.trace.lines import ReplayError
-from kvlab.trace.replay import Replay, check, open_replay
+from kvlab.trace.replay import check, open_replay
 
 VLLM = {"engine": "vllm", "num_blocks": 9, "block_size": 4}
 SGLANG = {"engine": "sglang", "num_tokens": 64, "page_size": 4}
@@ -26,7 +26,7 @@ def test_a_trace_needs_no_expect():
         {"op": "start", "id": "b", "tokens": [*tokens, 10, 11, 12], "salt": None},
         {"op": "reset"},
     ]
-    steps = list(Replay(lines(VLLM, *ops)))
+    steps = list(open_replay(lines(VLLM, *ops)))
     assert [step.line for step in steps] == [2, 3, 4, 5, 6]
     assert [step.expect for step in steps] == [None] * 5
     assert [step.result["ok"] for step in steps] == [True, True, True, True, False]
@@ -38,7 +38,7 @@ def test_a_trace_needs_no_expect():
 
 def test_a_batch_of_sglang_is_told_one_by_one():
     reqs = [{"id": id, "tokens": list(range(20))} for id in "abcd"]
-    (step, dump) = Replay(lines(SGLANG, {"op": "prefill", "reqs": reqs}, {"op": "dump"}))
+    (step, dump) = open_replay(lines(SGLANG, {"op": "prefill", "reqs": reqs}, {"op": "dump"}))
     assert [one["ok"] for one in step.result["reqs"]] == [True, True, False, False]
     assert [one.get("why") for one in step.result["reqs"]] == [None, None, "NO_TOKEN", "not reached"]
     assert [one.get("hit_tokens") for one in step.result["reqs"]] == [0, 0, 0, None]
@@ -55,7 +55,7 @@ def test_a_part_of_expect_is_compared_and_nothing_else():
 
 
 def test_empty_lines_are_passed_over_and_counted():
-    (step,) = Replay(["", json.dumps(VLLM), "  \n", json.dumps({"op": "reset"}), ""])
+    (step,) = open_replay(["", json.dumps(VLLM), "  \n", json.dumps({"op": "reset"}), ""])
     assert (step.line, step.result["ok"]) == (4, True)
 
 
@@ -68,7 +68,7 @@ def test_empty_lines_are_passed_over_and_counted():
         ("^t.jsonl, line 1: \\[1\\] is no JSON object", ["[1]"]),
         (
             'line 1, field \'engine\': is null in the header, but must be "vllm" or "sglang"',
-            lines({"policy": "lpm", "queue": []}),
+            lines({"num_blocks": 9, "block_size": 4}),
         ),
         ("line 1, field 'engine': is \\[1\\]", lines({"engine": [1]})),
         ("line 1, field 'num_blocks': is missing", lines({"engine": "vllm", "block_size": 4})),
@@ -109,7 +109,7 @@ def test_empty_lines_are_passed_over_and_counted():
 )
 def test_a_line_that_cannot_be_run_is_named(words, text):
     with pytest.raises(ReplayError, match=words) as error:
-        list(Replay(text, "t.jsonl"))
+        list(open_replay(text, "t.jsonl"))
     assert str(error.value).startswith("t.jsonl")
     assert str(error.value).endswith(".")
     assert "\n" not in str(error.value)
@@ -126,6 +126,7 @@ def test_a_line_that_cannot_be_run_is_named(words, text):
         ("line 1, field 'cached': is \\[\\[\\]\\], but must be", lines({"policy": "lpm", "queue": [], "cached": [[]]})),
         ("line 1: page_size is 0", lines({"policy": "lpm", "queue": [], "page_size": 0})),
         ("line 1, field 'expect': is 3", lines({"policy": "lpm", "queue": [], "expect": 3})),
+        ("line 2, field 'queue': holds an empty prompt", ["", *lines({"policy": "lpm", "queue": [{"tokens": []}]})]),
         ("line 1, field 'seed': is -1", lines({"policy": "random", "queue": [], "seed": -1})),
     ],
 )
@@ -136,13 +137,13 @@ def test_a_queue_that_cannot_be_ordered_is_named(words, text):
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
     path = tmp_path / "t.jsonl"
-    path.write_bytes(json.dumps(VLLM).encode() + b"\n\xff\xfe\n")
+    path.write_bytes(json.dumps(VLLM).encode() + b"\n\xff\xfe\n")  # read in one piece with the line before
     with path.open(encoding="utf-8") as file, pytest.raises(ReplayError, match=r"t\.jsonl, line 1: this is no text in UTF-8"):
-        list(Replay(file, "t.jsonl"))
+        list(open_replay(file, "t.jsonl"))
 
 
 def test_what_came_before_a_bad_line_has_been_told():
-    replay = iter(Replay(lines(VLLM, {"op": "start", "id": "a", "tokens": [1]}, {"op": "what"})))
+    replay = iter(open_replay(lines(VLLM, {"op": "start", "id": "a", "tokens": [1]}, {"op": "what"})))
     assert next(replay).result["ok"]
     with pytest.raises(ReplayError, match="line 3"):
         next(replay)

@@ -78,15 +78,19 @@ class BlockOperations(Operations, Protocol):
         id: str,
         tokens: Tokens | None = None,
         *,
+        salt: str | None = None,
+        lora: str | None = None,
+        items: Sequence[Sequence[Any]] = (),
+        embeds: Sequence[str] | None = None,
         space: Space | None = None,
         skip_read: bool = False,
         max_output: int = 0,
-        **keys: Any,  # noqa: ANN401 - the parts of a Space: salt, lora, items, embeds
     ) -> Answer:
         """Look up, admit and prefill; an id that waits (preempted) resumes. A start that is not ok leaves no request behind."""
         new = self._may_start(id, tokens)
         if new and tokens is not None:
-            self.add(id, tokens, _space(space, **keys), read=not skip_read, max_new=max_output)
+            space = _space(space, salt=salt, lora=lora, items=items, embeds=embeds)
+            self.add(id, tokens, space, read=not skip_read, max_new=max_output)
         headroom = int(self.watermark * (self.num_blocks or 0)) * self.unit if self.runs() else 0
         grants: list[Grant] = []
         while not grants or grants[-1].todo:

@@ -132,11 +132,6 @@ class State:
         """Usable blocks or pages; ids run from 1 (0 is the null block or dummy page). None is unlimited."""
         return None if self.num_tokens is None else self.num_tokens // self.unit
 
-    @property
-    def hit_rate(self) -> float:
-        """Found / queried tokens, 0 where nothing was queried (docs/vllm.md 27)."""
-        return self.found / self.queried if self.queried else 0.0
-
     def copy(self) -> State:
         """Return a deep copy, for folding further without touching this one."""
         return copy.deepcopy(self)

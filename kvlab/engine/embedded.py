@@ -8,7 +8,8 @@ transformers: the conversion runs in a process of its own, which can be interrup
 Which dtype is kept: float32. The GGUF's weights are 4-bit steps times a scale plus an offset, which needs more digits than a
 16-bit float has: rounding them to bfloat16 moves the logits by up to 0.6 (of 35) and changes one greedy token in fifty, float16
 by 0.05; float32 gives the GGUF's logits to the last bit. The file is mapped, not read, so its 538 MB are shared by all
-processes that use it and the system can drop them when memory is short. Where that is still too much (mybinder), fetch
+processes that use it and the system can drop them when memory is short, but for the 212 MB of wide layers, of which each process
+on a CPU makes an own, faster copy (layout.py). Where that is still too much (mybinder), fetch
 ``dtype="bfloat16"``: one copy of 269 MB, mapped as it is.
 """
 

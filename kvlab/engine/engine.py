@@ -244,9 +244,10 @@ class Engine:
                     done = self.scheduler.done(sampled)
             except BaseException as error:
                 self._fail(error, report or self._report([], begin))
-                if isinstance(error, Exception):
-                    return self.trace.steps[-1]
-                raise
+                if not isinstance(error, Exception):
+                    raise
+                self._tell(self.trace.steps[-1])
+                return self.trace.steps[-1]
             finally:
                 self._computing = False
             if grants:
@@ -260,9 +261,12 @@ class Engine:
                 self._recorder.pull()
                 return None
             self._recorder.mark(report)
-            for listener in list(self.listeners):
-                _call(listener, report)
+            self._tell(report)
             return report
+
+    def _tell(self, report: Step) -> None:
+        for listener in list(self.listeners):
+            _call(listener, report)
 
     def _accept(self) -> None:
         """Let in what was submitted, and let go what was cancelled, since the last step."""

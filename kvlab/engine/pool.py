@@ -59,9 +59,11 @@ class Pool:
         free = free_memory(device)
         if need > free:
             some = int(free * SHARE) // bytes_per_token(shapes)
+            some -= some % (1024 if some > 1024 else 1)  # every usual block or page divides it
+            what_else = f"ask for fewer tokens, such as num_tokens={some}" if some else "end what else uses the memory"
             msg = (
                 f"a pool of {num_slots:,} slots needs {in_words(need)} ({bytes_per_token(shapes):,} bytes a token) and "
-                f"{in_words(free)} are free on {device}: ask for fewer tokens, such as num_tokens={some}."
+                f"{in_words(free)} are free on {device}: {what_else}."
             )
             raise EngineError(msg)
         self.num_slots = num_slots

@@ -45,6 +45,10 @@ class Reader:
             naming the first prompt that cannot run, and why.
         """
         single = isinstance(prompts, (str, Mapping, Request, Prompt))
+        anything: object = prompts
+        if not single and not isinstance(anything, Sequence | np.ndarray):
+            msg = f"the prompts are {type(prompts).__name__}: give a list of prompts."
+            raise RequestError(msg)
         if single or (len(prompts) and isinstance(prompts[0], (int, np.integer, Mapping))):
             msg = "the prompts are one prompt, not a list of prompts: put it into brackets, as in generate([prompt])."
             raise RequestError(msg)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,14 +52,26 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, good, want in (
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 for no limit"),
-            ("seed", self.seed is None or isinstance(self.seed, int), "a whole number or None"),
+            (
+                "temperature",
+                _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+                "a number from 0 (greedy)",
+            ),
+            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number, 0 for no limit"),
+            ("seed", self.seed is None or (_is_whole(self.seed) and abs(self.seed) < 2**63), "a whole number of 64 bits or None"),
         ):
             if not good:
                 msg = f"sampling: {name} is {getattr(self, name)!r} and must be {want}."
                 raise RequestError(msg)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, (float, np.floating))
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ class Lookup:
     Attributes
     ----------
     matched : list of int
-        cached tokens: whole pages, but never the last token.
+        cached tokens, found in whole pages of the full prompt; never the last token, which may cut a page.
     uncached : list of int
         tokens left to compute.
     nodes : list of int

@@ -60,7 +60,7 @@ class SglangScheduler(Scheduler):
             raise ValueError(msg)
         self.order, self._rng = order, rng
         self._processed = 0  # tokens computed so far
-        self._arrived: dict[str, tuple[int, int]] = {}  # by id: its number, and tokens processed when it came
+        self._arrived: dict[str, tuple[int, int, str]] = {}  # by id: its number, tokens processed when it came, routing key
         self._arrivals = count()
         self.overlap = overlap
         self._start = min(1.0, RATIO * conservativeness)
@@ -68,10 +68,18 @@ class SglangScheduler(Scheduler):
         self._chunked: str | None = None  # its prompt is not through yet: it decodes with nobody
         self._full = False  # an admission was refused: nobody else is looked up until something ends
 
-    def add(self, id: str, tokens: Sequence[int] | np.ndarray, space: Space = EVERYONE, **options: Any) -> None:  # noqa: ANN401
+    def add(
+        self,
+        id: str,
+        tokens: Sequence[int] | np.ndarray,
+        space: Space = EVERYONE,
+        *,
+        routing_key: str = "",
+        **options: Any,  # noqa: ANN401 - as `Scheduler.add` takes them
+    ) -> None:
         """Let a request wait, as `Scheduler.add` says; what comes later may be put before it by `order`."""
         super().add(id, tokens, space, **options)
-        self._arrived[id] = next(self._arrivals), self._processed
+        self._arrived[id] = next(self._arrivals), self._processed, routing_key
 
     def done(self, sampled: Mapping[str, int]) -> Done:
         """Take over the step's results, as `Scheduler.done` says."""
@@ -109,10 +117,9 @@ class SglangScheduler(Scheduler):
         queue = []
         for id in self.waiting:
             row = self.cache.row(id)
-            number, processed = self._arrived[id]
-            queue.append(Waiting(row.tokens, row.space, self.jobs[id].max_new, number, processed))
-        ids = list(self.waiting)
-        found = arrange(self.order, queue, self.cache, processed=self._processed, rng=self._rng)
+            queue.append(Waiting(row.tokens, row.space, self.jobs[id].max_new, *self._arrived[id]))
+        ids, running = list(self.waiting), [self._arrived[id][2] for id in self.running]
+        found = arrange(self.order, queue, self.cache, processed=self._processed, running_keys=running, rng=self._rng)
         self.waiting = deque(ids[index] for index in found.indices)
 
     def _admitted(self, grant: Grant) -> None:

@@ -43,18 +43,25 @@ class Lines:
         self.name = name
         self.number = 0
         self._texts = iter(texts)
+        self._ahead = ""
+
+    def peek(self) -> str:
+        """Return the next line that is not empty, without taking it; an empty text at the end."""
+        while not self._ahead.strip():
+            self.number += 1
+            try:
+                self._ahead = next(self._texts)
+            except StopIteration:
+                return ""
+            except UnicodeDecodeError as error:
+                self.refuse(None, f"this is no text in UTF-8 ({error.reason})")
+        return self._ahead
 
     def next(self) -> Fields | None:
         """Return the object on the next line that is not empty; None at the end."""
-        text = "\n"
-        while not text.strip():
-            self.number += 1
-            try:
-                text = next(self._texts)
-            except StopIteration:
-                return None
-            except UnicodeDecodeError as error:
-                self.refuse(None, f"this is no text in UTF-8 ({error.reason})")
+        text, self._ahead = self.peek(), ""
+        if not text:
+            return None
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from kvlab.schedule.queueing import Order, Waiting, arrange
 from kvlab.trace.lines import Fields, Lines, Shape, short
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from kvlab.cache.events import Event
 
@@ -34,10 +34,8 @@ class Queues:
 
     Parameters
     ----------
-    texts : iterable of str
-        a query a line; empty lines are passed over.
-    name : str
-        what errors call the trace: its file.
+    lines : Lines
+        a query a line.
 
     Raises
     ------
@@ -45,8 +43,8 @@ class Queues:
         while iterating, for a line that is no query.
     """
 
-    def __init__(self, texts: Iterable[str], name: str = "the trace") -> None:
-        self._lines = Lines(texts, name)
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
         self._matched = self._asked = 0
 
     def __iter__(self) -> Iterator[Replayed]:
@@ -56,6 +54,8 @@ class Queues:
                 self._lines.refuse("expect", f"is {short(expect)}, but must be an object")
             query = self._lines.fields(line, _QUERY)
             queue = [self._lines.fields(one, _WAITING) for one in query["queue"]]
+            if not all(one["tokens"] for one in queue):
+                self._lines.refuse("queue", "holds an empty prompt, but each must have tokens")
             order = self._arrange(query, queue)
             self._matched += sum(order.matched)
             self._asked += sum(len(one["tokens"]) for one in queue)

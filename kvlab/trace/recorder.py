@@ -114,7 +114,7 @@ class Record:
 
 @dataclass
 class Trace:
-    """A base state and all events since, the steps and the requests. ``at(step)`` folds the state after that step."""
+    """A base state and all events since, the steps and the requests; `at` folds the state after a step."""
 
     base: State
     events: list[Event] = field(default_factory=list)
@@ -122,10 +122,22 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     records: dict[str, Record] = field(default_factory=dict)
 
-    def at(self, step: int) -> State:
-        """Return the state after step `step` (-1: before the first)."""
-        count = 0 if step < 0 else self.marks[step]
-        return self.base.copy().fold(self.events[:count])
+    def at(self, index: int) -> State:
+        """Return the state after the step of this `Step.index` (-1: before the first).
+
+        Raises
+        ------
+        IndexError
+            for a step that is not there: never run, or so old that its events are folded away.
+        """
+        place = bisect_right(self.steps, index, key=lambda step: step.index)
+        there = place > 0 and self.steps[place - 1].index == index
+        first = self.steps[0].index if self.steps else 0
+        if not there and index != first - 1:
+            kept = f"steps {first} to {self.steps[-1].index} are" if self.steps else "no step is"
+            msg = f"step {index} is not in the trace: {kept} kept."
+            raise IndexError(msg)
+        return self.base.copy().fold(self.events[: self.marks[place - 1] if there else 0])
 
     def since(self, index: int) -> list[Event]:
         """Return the events after the step of this `index` (-1: all), as far as they are kept."""

@@ -7,7 +7,6 @@ the engine did; the rest is the operation. An engine is an entry in `ENGINES`.
 from __future__ import annotations
 
 import json
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.cache.block_cache import BlockCache
@@ -44,10 +43,8 @@ class Replay:
 
     Parameters
     ----------
-    texts : iterable of str
-        the header line, then the operations; empty lines are passed over.
-    name : str
-        what errors call the trace: its file.
+    lines : Lines
+        the header line, then the operations.
 
     Attributes
     ----------
@@ -61,11 +58,11 @@ class Replay:
         here and while iterating, for a line that is no operation, or one that the cache refuses to try.
     """
 
-    def __init__(self, texts: Iterable[str], name: str = "the trace") -> None:
-        self._lines = Lines(texts, name)
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
         header = self._lines.next()
         if header is None:
-            msg = f"{name} is empty: a trace starts with a header line."
+            msg = f"{lines.name} is empty: a trace starts with a header line."
             raise ReplayError(msg)
         engine = header.pop("engine", None)
         if not isinstance(engine, str) or engine not in ENGINES:
@@ -127,12 +124,11 @@ def open_replay(texts: Iterable[str], name: str = "the trace") -> Replay | Queue
     Raises
     ------
     ReplayError
-        for a first line that begins neither; what comes later is refused while iterating.
+        for a first line that begins neither or is no text; what comes later is refused while iterating.
     """
-    rest = iter(texts)
-    begin = list(islice(rest, 1))
-    kind = Queues if any('"queue"' in text and '"engine"' not in text for text in begin) else Replay
-    return kind(chain(begin, rest), name)
+    lines = Lines(texts, name)
+    begin = lines.peek()
+    return Queues(lines) if '"queue"' in begin and '"engine"' not in begin else Replay(lines)
 
 
 def check(texts: Iterable[str], name: str = "the trace") -> Difference | None:

@@ -115,9 +115,8 @@ def counts(state: State, pool: Units) -> str:
     return text.format(used=say.number(used), idle=say.number(idle), free=say.number(pool.count(FREE)))
 
 
-def summary(state: State | None, records: Records = ()) -> str:
+def summary(state: State | None) -> str:
     """Say in words how much of the pool is in use, cached idle and free."""
-    del records
     if state is None:
         return say.EMPTY
     pool = units(state, [])

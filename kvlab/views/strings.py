@@ -241,7 +241,6 @@ COLUMN = {
     "outcome": "outcome",
     "after": "text after the match",
     "position": "position",
-    "unit": "unit",
     "id": "token id",
     "text": "text",
     "source": "source",

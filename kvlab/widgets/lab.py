@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -119,7 +121,7 @@ VIEWS = (
         "blocks",
         words.BLOCKS,
         _blocks,
-        lambda s: block_map.summary(s.sides["vllm"].state, s.sides["vllm"].records) if s.sides else "",
+        lambda s: block_map.summary(s.sides["vllm"].state) if s.sides else "",
         lambda s: block_map.table(s.sides["vllm"].state, s.sides["vllm"].records) if s.sides else [],
     ),
     View(
@@ -134,7 +136,9 @@ VIEWS = (
 
 
 def _words(error: Exception) -> str:
-    """Return what to say of an error: a setting that cannot be says so itself."""
+    """Return what to say of an error: a setting that cannot be says so itself. KVLAB_DEBUG=1 logs where it arose."""
+    if os.environ.get("KVLAB_DEBUG"):
+        logging.getLogger(__name__).error("Lab", exc_info=error)
     return str(error) if isinstance(error, ValueError) else in_words(error)
 
 
@@ -245,9 +249,10 @@ class Lab(w.VBox):
 
     def run(self) -> None:
         """Send requests with the controls' settings; while one works, say so and change nothing."""
-        if self.phase == "failed":
-            self._start_loading()
-            return
+        with self._lock:
+            if self.phase == "failed":
+                self._start_loading()
+                return
         try:
             settings = self.settings()
         except ValueError as error:
@@ -298,6 +303,7 @@ class Lab(w.VBox):
         self._worker.start()
 
     def _start_loading(self) -> None:
+        self.bar.value = 0
         self.phase = "loading"
         self._say(words.LOADING)
         self._worker = threading.Thread(target=self._load, name="kvlab-load", daemon=True)
@@ -307,12 +313,14 @@ class Lab(w.VBox):
         try:
             self.source.load(self._tell)
         except Exception as error:  # noqa: BLE001 - whatever keeps the model away is said in words
-            self._say(_words(error), trouble=True)
-            self.phase = "failed"
+            with self._lock:
+                self._say(_words(error), trouble=True)
+                self.phase = "failed"
             return
-        self.bar.value = 0
-        self._say(words.READY)
-        self.phase = "ready"
+        with self._lock:
+            self.bar.value = 0
+            self._say(words.READY)
+            self.phase = "ready"
         self._paint_head()
 
     def _work(self, settings: Settings) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvlab.cache.state import State
     from kvlab.engine.engine import Engine
     from kvlab.engine.models import Loaded
+    from kvlab.prompts import Prompt
     from kvlab.trace.recorder import Record, Step, Trace
 
 POLICIES = ("vllm", "sglang")
@@ -182,42 +183,50 @@ class LiveSource:
         Raises
         ------
         ValueError, EngineError
-            for settings that cannot be; nothing has changed then.
+            for settings that cannot be, and nothing has changed then; for a request that the model refused or that failed.
         """
-        from kvlab.engine.request import EngineError, Request
-
         assert self.loaded is not None, "the model is loaded before requests are sent"
-        asked = settings.shared + settings.question + settings.answer
-        if asked > self.num_tokens:  # before such a prompt is written
-            raise ValueError(words.TOO_LONG.format(asked=asked, pool=self.num_tokens))
+        self._check_length(settings.shared + settings.question + settings.answer)  # before such a prompt is written
         writer = Writer(self.loaded.tokenizer, self.loaded.vocab_size)
+        # SGLang's admission wants a page and a token more than the request can use
+        self._check_length(len(writer.prompt(settings.layout, 0)) + settings.answer + settings.page_size + 1)
+        self.build(settings)  # other unit sizes begin with empty caches, where no layout is known
         new = settings.layout not in self._warm
         prompts = [writer.prompt(settings.layout, self._number + i) for i in range(1 + new)]
-        self.build(settings)
         self._seen = {policy: engine.trace.steps[-1].index for policy, engine in self.engines.items() if engine.trace.steps}
+        try:
+            self._send(prompts, settings.answer, tell, stop)
+        finally:
+            changed()  # once: a browser that draws meanwhile would share the cores with what is being measured
+        if not stop.is_set():
+            self._warm.add(settings.layout)
+
+    def _check_length(self, asked: int) -> None:
+        if asked > self.num_tokens:
+            raise ValueError(words.TOO_LONG.format(asked=asked, pool=self.num_tokens))
+
+    def _send(self, prompts: list[Prompt], answer: int, tell: Callable[[float, str], None], stop: StopEvent) -> None:
+        """Let each prompt run under every policy, until somebody stops it."""
+        from kvlab.engine.request import EngineError, Request
+
         jobs = [(prompt, policy) for prompt in prompts for policy in POLICIES]
         for done, (prompt, policy) in enumerate(jobs):
             if policy == POLICIES[0]:
                 self._number += 1  # a prompt that was stopped half way is not sent again: the cache may hold it
             # both caches know a request by the same id, also after one was stopped before the other cache got it
-            ask = Request(prompt, max_new_tokens=settings.answer, ignore_eos=True, id=str(self._number))
+            ask = Request(prompt, max_new_tokens=answer, ignore_eos=True, id=str(self._number))
             what = words.SENDING.format(number=self._number, policy=words.POLICY[policy])
             tell(done / len(jobs), what)
-            engine = self.engines[policy]
             steps = itertools.count(1)
 
             def progress(_step: Step, n: int = done, w: str = what, steps: itertools.count[int] = steps) -> None:
-                tell((n + min(1.0, next(steps) / settings.answer)) / len(jobs), w)
+                tell((n + min(1.0, next(steps) / answer)) / len(jobs), w)
 
-            (result,) = engine.generate([ask], stop=stop, progress=progress)
+            (result,) = self.engines[policy].generate([ask], stop=stop, progress=progress)
             if stop.is_set():
-                break
+                return
             if result.outcome in ("refused", "failed", "abort"):
-                changed()
                 raise EngineError(str(result.reason))
-        else:
-            self._warm.add(settings.layout)
-        changed()  # once: a browser that draws meanwhile would share the cores with what is being measured
 
     def start_over(self) -> None:
         """Empty both caches and forget all requests."""
